@@ -1,0 +1,63 @@
+"""Every error agentguard raises on purpose.
+
+    AgentGuardError
+    ├── ConfigError        a recipe, knob, flag or header is wrong: names the field, the value and the remedy
+    ├── EngineError        the engine did something we cannot work around
+    │   ├── EngineStartError    it never became ready
+    │   ├── EngineDiedError     it was ready and is gone
+    │   └── EngineRequestError  it refused one request; carries the HTTP status
+    └── PluginError        the plugin cannot run on this vLLM, with the reason
+
+The message of each says which field, which value, and what to do about it. `exit_code` is the CLI's exit status (2 = usage or
+configuration, 3 = retryable, 1 = anything else).
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class AgentGuardError(Exception):
+    exit_code = 1
+
+
+class ConfigError(AgentGuardError, ValueError):
+    """A value somebody wrote is wrong. Also a ValueError, so that vLLM's front end answers HTTP 400."""
+
+    exit_code = 2
+
+    def __init__(self, field: str, value: object, remedy: str) -> None:
+        super().__init__(f"{field}={value!r}: {remedy}")
+        self.field = field
+        self.value = value
+        self.remedy = remedy
+
+
+class EngineError(AgentGuardError):
+    pass
+
+
+class EngineStartError(EngineError):
+    pass
+
+
+class EngineDiedError(EngineError):
+    exit_code = 3
+
+
+class EngineRequestError(EngineError):
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class PluginError(AgentGuardError):
+    pass
+
+
+def nearest(word: str, choices: Iterable[str]) -> str:
+    """The hint at the end of an unknown-name message: the closest choice, and all of them."""
+    names = sorted(choices)
+    close = difflib.get_close_matches(word, names, n=1)
+    return (f"did you mean {close[0]!r}? " if close else "") + "known: " + ", ".join(names)

@@ -1,0 +1,139 @@
+"""The event types: the only wire format between engine, gateway, monitor and recorder.
+
+msgspec structs with a `type` tag: msgpack on the ZMQ socket (one frame a step), JSON on SSE and in recordings (one event a line).
+Adding a field with a default keeps old recordings readable; a reader skips what it does not know. Prompts and outputs are in none
+of them. Times are UNIX seconds; every count is in tokens unless its name says otherwise.
+"""
+
+from __future__ import annotations
+
+from enum import IntFlag
+from typing import TypeAlias
+
+import msgspec
+
+
+class RowFlag(IntFlag):
+    """What happened to one drafted token. Several may hold."""
+
+    ACCEPTED = 1
+    RELAXED = 2  # a relaxed rule judged this row (otherwise strict did)
+    LOW_SUPPORT = 4  # the support filter rejected it
+    FORCED = 8  # a budget or a grammar forced this row, so it stayed strict
+    MASKED = 16  # the target forbids the token (-inf)
+    END_OF_THINK = 32  # the target's argmax closes the trace, so the row stayed strict
+    GREEDY = 64  # temperature 0: the engine's greedy kernel decides
+
+
+class DraftRows(msgspec.Struct, frozen=True, kw_only=True):
+    """The drafted tokens of one request in one round, position by position; all lists have the same length.
+
+    p, q: target and draft probability of the token (q is -1 where the drafter kept none); rank: how many tokens the target finds
+    more probable; strict: the probability min(1, p/q) with which strict verification would have accepted it.
+    """
+
+    token: list[int]
+    p: list[float]
+    q: list[float]
+    rank: list[int]
+    strict: list[float]
+    flags: list[int]
+
+
+class Verified(msgspec.Struct, frozen=True, kw_only=True):
+    """One request in one verification round. ``accepted`` counts draft tokens, never the bonus token."""
+
+    request: str
+    rule_asked: str
+    rule_effective: str
+    drafted: int
+    accepted: int
+    rows: DraftRows
+
+
+class VerificationStep(msgspec.Struct, frozen=True, kw_only=True, tag="verification_step"):
+    """One engine step with drafts: the telemetry frame. ``dropped`` counts frames the tap could not send before this one."""
+
+    t: float
+    engine: str
+    step: int
+    dropped: int
+    requests: list[Verified]
+
+
+class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag="engine_ready"):
+    t: float
+    engine: str
+    model: str
+    max_model_len: int
+
+
+class EngineDied(msgspec.Struct, frozen=True, kw_only=True, tag="engine_died"):
+    t: float
+    engine: str
+    reason: str
+
+
+class StepStarted(msgspec.Struct, frozen=True, kw_only=True, tag="step_started"):
+    """A model call begins. ``think_cap`` is the cutoff in tokens and ``bound_by`` the term that set it."""
+
+    t: float
+    session: str
+    step: int
+    request: str
+    model: str
+    rule: str
+    prompt_tokens: int
+    budget: int
+    think_cap: int
+    bound_by: str
+
+
+class StepFinished(msgspec.Struct, frozen=True, kw_only=True, tag="step_finished"):
+    """A model call's accounts.
+
+    ``tokens`` = ``think_tokens`` + ``answer_tokens`` + ``marker_tokens``, all of them generated; ``marker_tokens`` are the think
+    markers and the end-of-turn token. ``rounds``, ``drafted`` and ``accepted`` are the engine's own counters (None from an engine
+    that does not report them). ``closed`` is the reason of a forced close, "" for a natural end. ``ttlt_s`` is the time to the
+    last token. ``error`` is "" unless the step failed.
+    """
+
+    t: float
+    session: str
+    step: int
+    request: str
+    model: str
+    rule: str
+    prompt_tokens: int
+    tokens: int
+    think_tokens: int
+    answer_tokens: int
+    marker_tokens: int
+    rounds: int | None = None
+    drafted: int | None = None
+    accepted: int | None = None
+    closed: str = ""
+    continued: bool = False
+    empty_answer: bool = False
+    finish_reason: str = ""
+    estimated: bool = False
+    ttlt_s: float = 0.0
+    error: str = ""
+
+
+class Graded(msgspec.Struct, frozen=True, kw_only=True, tag="graded"):
+    """A study's verdict on a step's answer. ``arm`` is the rule the session was run under."""
+
+    t: float
+    session: str
+    step: int
+    arm: str
+    right: bool
+
+
+Event: TypeAlias = VerificationStep | EngineReady | EngineDied | StepStarted | StepFinished | Graded
+
+encode_json = msgspec.json.Encoder().encode
+encode_msgpack = msgspec.msgpack.Encoder().encode
+decode_json = msgspec.json.Decoder(Event).decode
+decode_msgpack = msgspec.msgpack.Decoder(Event).decode

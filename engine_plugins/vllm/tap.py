@@ -1,0 +1,56 @@
+"""Telemetry out of the worker: one msgpack frame a verification step on a ZMQ XPUB socket.
+
+It never blocks a step and holds at most `HIGH_WATER` frames: what a slow subscriber does not take is dropped by ZMQ, and a frame
+that cannot be queued is counted in the next one. XPUB tells the tap whether anybody listens, so a step with no subscriber costs one
+non-blocking receive.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+import zmq
+
+from agentguard.events import VerificationStep, encode_msgpack
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from agentguard.events import Verified
+
+HIGH_WATER = 256
+
+
+class Tap:
+    """The publishing end. ``endpoint`` is a ZMQ address, normally ipc:// in a directory of mode 0700."""
+
+    def __init__(self, endpoint: str, engine: str) -> None:
+        self.engine = engine
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.XPUB)
+        self._socket.setsockopt(zmq.SNDHWM, HIGH_WATER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.bind(endpoint)
+        self._subscribers = 0
+        self._dropped = 0
+
+    @property
+    def wanted(self) -> bool:
+        """Does anybody listen? Reads pending (un)subscriptions without waiting."""
+        with contextlib.suppress(zmq.Again):
+            while True:
+                self._subscribers += 1 if self._socket.recv(zmq.NOBLOCK)[:1] == b"\x01" else -1
+        return self._subscribers > 0
+
+    def publish(self, t: float, step: int, requests: Sequence[Verified]) -> None:
+        frame = VerificationStep(t=t, engine=self.engine, step=step, dropped=self._dropped, requests=list(requests))
+        try:
+            self._socket.send(encode_msgpack(frame), zmq.NOBLOCK)
+            self._dropped = 0
+        except zmq.Again:
+            self._dropped += 1
+
+    def close(self) -> None:
+        self._socket.close()
+        self._context.term()

@@ -1,0 +1,92 @@
+"""The worker class: ``vllm serve … --worker-cls engine_plugins.vllm.worker.Worker``.
+
+After the model is loaded it installs the verification seam, the CPU correction and the telemetry tap. Server-wide settings come in
+`--additional-config '{"agentguard": {"rule": "strict", "telemetry": "ipc:///run/…", "engine": "engine-0"}}'`.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from vllm.platforms import current_platform
+from vllm.v1.sample import rejection_sampler
+
+import engine_plugins.vllm as plugin
+from agentguard.errors import ConfigError, PluginError, nearest
+from agentguard.rulespec import RuleSpec
+from engine_plugins.vllm import compat, cpu_fixes, seam_v1
+from engine_plugins.vllm.phase import ThinkMarkers
+from engine_plugins.vllm.tap import Tap
+
+if current_platform.is_cpu():
+    from vllm.v1.worker.cpu_worker import CPUWorker as Base
+else:
+    from vllm.v1.worker.gpu_worker import Worker as Base
+
+logger = logging.getLogger("vllm.agentguard")
+SETTINGS = ("rule", "telemetry", "engine")
+
+
+class Worker(Base):  # type: ignore[misc]  # vLLM is untyped to us
+    """The platform's worker with the seam. Refuses to load where it could only be a silent no-op."""
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        install(self)
+
+
+def install(worker: Any) -> None:
+    """Install everything the plugin does in this worker. Raises PluginError or ConfigError before any request can run."""
+    if not plugin.registered:
+        raise PluginError(
+            "the agentguard plugin was not registered in this process: VLLM_PLUGINS is set without 'agentguard' in it; add it"
+        )
+    off = [f for f in compat.gate() if not f.on]
+    if off:
+        raise PluginError(off[0].reason)
+    if getattr(worker, "use_v2_model_runner", False):
+        raise PluginError(
+            "vLLM chose Model Runner V2, which this version of agentguard does not drive yet: rules and telemetry would be a silent "
+            "no-op; start the engine with VLLM_USE_V2_MODEL_RUNNER=0"
+        )
+    config = worker.vllm_config
+    settings = (config.additional_config or {}).get("agentguard", {})
+    for key in settings:
+        if key not in SETTINGS:
+            raise ConfigError(f"additional_config.agentguard.{key}", settings[key], nearest(key, SETTINGS))
+    default = RuleSpec.parse(settings.get("rule", "strict"), what="additional_config.agentguard.rule")
+    if current_platform.is_cpu():
+        cpu_fixes.install(rejection_sampler)
+        logger.info("agentguard: expand_batch_to_tokens replaced (vllm#55005)")
+    speculative = config.speculative_config
+    if speculative is None:
+        logger.info("agentguard: no draft model, so rules and verification telemetry have nothing to act on")
+        return
+    reason = compat.rules_block_reason()
+    if reason:
+        raise PluginError(reason)
+    method = getattr(speculative, "rejection_sample_method", "standard")
+    if method != "standard":
+        raise PluginError(f"rejection_sample_method={method!r} changes what acceptance means; use 'standard'")
+    if getattr(speculative, "draft_sample_method", None) != "probabilistic":
+        logger.warning(
+            "agentguard: draft_sample_method is not 'probabilistic', so the drafter keeps no probabilities and every relaxed rule "
+            "falls back to strict"
+        )
+    tap = None
+    if settings.get("telemetry") and worker.is_driver_worker:
+        tap = Tap(settings["telemetry"], settings.get("engine", "engine-0"))
+    seam_v1.install(worker.model_runner, rejection_sampler, default=default, markers=_markers(config), tap=tap)
+    logger.info("agentguard: verification seam installed, default rule %s, telemetry %s", default, "on" if tap else "off")
+
+
+def _markers(config: Any) -> ThinkMarkers | None:
+    """The think markers vLLM derived from `--reasoning-parser` or `--reasoning-config`, None without either."""
+    reasoning = config.reasoning_config
+    start = getattr(reasoning, "reasoning_start_token_ids", None)
+    end = getattr(reasoning, "natural_reasoning_end_token_ids", None)
+    if not start or not end:
+        logger.warning("agentguard: no --reasoning-parser, so ag_phase=think relaxes nothing; pass one, or ag_phase=both")
+        return None
+    return ThinkMarkers(tuple(start), tuple(end))
