@@ -1,0 +1,69 @@
+"""The command line. stdout is data, stderr narration; exit codes: 0 ok, 1 failure, 2 usage or configuration, 3 retryable, 130
+interrupted.
+
+Subcommands are imported when they are called, so that `agentguard --version` costs little more than click.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import click
+
+from agentguard import __version__
+from agentguard.errors import AgentGuardError, nearest
+
+COMMANDS = {
+    "demo": ("agentguard.cli.study", "Run the reference pair under strict and relaxed rules and print the table."),
+    "doctor": ("agentguard.cli.doctor", "Say what works on this machine, and why not what doesn't."),
+    "serve": ("agentguard.cli.serve", "Start vLLM with the plugin and the gateway for a local model."),
+    "study": ("agentguard.cli.study", "Length-corrected evaluation of verification rules."),
+}
+
+
+class LazyGroup(click.Group):
+    """Knows its commands by name and help line, and imports a command's module when it runs."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(COMMANDS)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name not in COMMANDS:
+            return None
+        command = getattr(importlib.import_module(COMMANDS[name][0]), name)
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, help_line) for name, (_, help_line) in sorted(COMMANDS.items())])
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and not args[0].startswith("-") and args[0] not in COMMANDS:
+            raise click.UsageError(f"no command {args[0]!r}; {nearest(args[0], COMMANDS)}", ctx)
+        return super().resolve_command(ctx, args)
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="agentguard")
+def cli() -> None:
+    """agentguard makes self-hosted reasoning models finish."""
+
+
+def main() -> None:
+    """The console script: every deliberate error becomes one message on stderr and its exit code."""
+    try:
+        status = cli(standalone_mode=False)
+    except click.exceptions.Abort:
+        status = 130
+    except click.ClickException as error:
+        error.show()
+        status = error.exit_code
+    except AgentGuardError as error:
+        click.echo(f"agentguard: {error}", err=True)
+        status = error.exit_code
+    except KeyboardInterrupt:
+        click.echo("agentguard: interrupted", err=True)
+        status = 130
+    sys.exit(status)

@@ -44,9 +44,7 @@ def get(spec: str | RuleSpec, *, p_min: float | None = None, top_k: int | None =
     """
     parsed = spec if isinstance(spec, RuleSpec) else RuleSpec.parse(spec, what="rule")
     if p_min is not None or top_k is not None:
-        parsed = parsed.with_filter(
-            parsed.p_min if p_min is None else p_min, parsed.top_k if top_k is None else top_k
-        )
+        parsed = parsed.with_filter(parsed.p_min if p_min is None else p_min, parsed.top_k if top_k is None else top_k)
     return FilteredRule(parsed, _RULES[parsed.name](**parsed.knobs))
 
 

@@ -2,8 +2,8 @@
 
 Speculative sampling verifies a drafted token x ~ q against the target's row p: accept with probability min(1, p(x)/q(x)), otherwise
 resample from norm(max(p - q, 0)) (arXiv 2211.17192). A rule here is a map from (p, q, x) to a substituted pair (p', q') on which
-*stock* speculative sampling does what the rule says, so the engine's kernels stay untouched. A row is only ever compared with its own
-drafted token, so the pair may depend on x.
+*stock* speculative sampling does what the rule says, so the engine's kernels stay untouched. A row is only ever compared with
+its own drafted token, so the pair may depend on x.
 """
 
 from __future__ import annotations

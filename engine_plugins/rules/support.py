@@ -1,8 +1,8 @@
 """The support filter: a draft token the target finds improbable is never accepted, whatever the rule says.
 
-Relaxed rules let through tokens with a target probability of 0.01-0.09 and a rank of 37-234; the model then rationalises them, doubts
-right steps and loops (arXiv 2610.23818). The filter is absolute and judged on the *processed* target row, after temperature, top-k
-and top-p.
+Relaxed rules let through tokens with a target probability of 0.01-0.09 and a rank of 37-234; the model then rationalises them,
+doubts right steps and loops (arXiv 2610.23818). The filter is absolute and judged on the *processed* target row, after
+temperature, top-k and top-p.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The verification seam of Model Runner V1: relaxed rules on the stock kernels.
 
 `vllm.v1.sample.rejection_sampler.rejection_sample` is wrapped. For rows of requests with a relaxed rule the target's logits (and,
-where the rule says so, the draft's probabilities) are replaced by the rule's pair (p', q') in a *clone*; the stock function then does
-the sampling. Strict rows keep their values, and a batch without relaxed rows is passed on untouched, so strict is stock bit for bit:
-the random numbers are drawn by the stock function either way.
+where the rule says so, the draft's probabilities) are replaced by the rule's pair (p', q') in a *clone*; the stock function
+then does the sampling. Strict rows keep their values, and a batch without relaxed rows is passed on untouched, so strict is
+stock bit for bit: the random numbers are drawn by the stock function either way.
 
 Rows that stay strict whatever was asked (rules.md, section 6): forced ones (a budget or a grammar wrote a logit of 1e9), -1 drafts,
 greedy requests, rows where the target's argmax closes the trace, rows outside the asked phase. A drafted token at -inf is never
@@ -210,9 +210,7 @@ class SeamV1:
         self._tap.publish(time.time(), self._steps, frames)
 
 
-def install(
-    runner: Any, sampler_module: Any, *, default: RuleSpec, markers: ThinkMarkers | None, tap: Tap | None
-) -> SeamV1:
+def install(runner: Any, sampler_module: Any, *, default: RuleSpec, markers: ThinkMarkers | None, tap: Tap | None) -> SeamV1:
     """Wrap `sampler_module.rejection_sample` for this runner; a second worker in the process replaces the first one's seam."""
     stock = sampler_module.rejection_sample
     if isinstance(stock, SeamV1):

@@ -47,8 +47,8 @@ def install(worker: Any) -> None:
         raise PluginError(off[0].reason)
     if getattr(worker, "use_v2_model_runner", False):
         raise PluginError(
-            "vLLM chose Model Runner V2, which this version of agentguard does not drive yet: rules and telemetry would be a silent "
-            "no-op; start the engine with VLLM_USE_V2_MODEL_RUNNER=0"
+            "vLLM chose Model Runner V2, which this version of agentguard does not drive yet: rules and telemetry would be a "
+            "silent no-op; start the engine with VLLM_USE_V2_MODEL_RUNNER=0"
         )
     config = worker.vllm_config
     settings = (config.additional_config or {}).get("agentguard", {})

@@ -67,9 +67,7 @@ class Corpus:
             past = chain.make_problem(rng, rng.randint(2, 8), previous=self._carried(previous))
             # a history may hold a wrong answer; the next step builds on what was said
             previous = past.answer if rng.random() < 0.9 else rng.randrange(chain.MODULUS)
-            prompt += self._encode(
-                f"<|im_start|>user\n{past.text}<|im_end|>\n<|im_start|>assistant\n{previous}<|im_end|>\n"
-            )
+            prompt += self._encode(f"<|im_start|>user\n{past.text}<|im_end|>\n<|im_start|>assistant\n{previous}<|im_end|>\n")
         problem = self._problem(mix, self._carried(previous))
         prompt += self._encode(f"<|im_start|>user\n{problem.text}<|im_end|>\n<|im_start|>assistant\n<think>\n")
         while not (trace := chain.make_trace(rng, problem, error=mix.error)).clean:

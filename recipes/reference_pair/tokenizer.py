@@ -26,11 +26,7 @@ CHAT_TEMPLATE = (
 
 
 def build() -> PreTrainedTokenizerFast:
-    tok = Tokenizer(
-        models.BPE(
-            vocab={t: i for i, t in enumerate(VOCABULARY)}, merges=[], byte_fallback=True, ignore_merges=True
-        )
-    )
+    tok = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(VOCABULARY)}, merges=[], byte_fallback=True, ignore_merges=True))
     words = "|".join(sorted(WORDS, key=len, reverse=True))
     tok.pre_tokenizer = pre_tokenizers.Split(Regex(rf"{words}|[1-9]\d(?!\d)|[\s\S]"), "isolated")
     tok.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])

@@ -101,9 +101,7 @@ def rate_factor(done: float) -> float:
     return min(1.0, done / 0.01 + 0.01) * min(1.0, (1.0 - done) / 0.4)
 
 
-def train(
-    name: str, out: Path, *, teacher: Path | None = None, init: Path | None = None, scale: float = 1.0
-) -> None:
+def train(name: str, out: Path, *, teacher: Path | None = None, init: Path | None = None, scale: float = 1.0) -> None:
     plan, tok = PLANS[name], build()
     model = make_model(plan, tok)
     if init is not None:
@@ -148,8 +146,21 @@ def train(
                 log.append({"stage": number, "tokens": seen, "loss": round(loss.item(), 4), "s": round(time.time() - started)})
                 print(json.dumps(log[-1]), flush=True)
             step += 1
-        save(model, tok, out, {"plan": asdict(plan), "name": name, "scale": scale, "init": init is not None, "teacher": teacher.name if teacher else None,
-            "tokens": seen, "seconds": round(time.time() - started), "log": log[::10] + log[-1:]})
+        save(
+            model,
+            tok,
+            out,
+            {
+                "plan": asdict(plan),
+                "name": name,
+                "scale": scale,
+                "init": init is not None,
+                "teacher": teacher.name if teacher else None,
+                "tokens": seen,
+                "seconds": round(time.time() - started),
+                "log": log[::10] + log[-1:],
+            },
+        )
 
 
 def save(model: Qwen3ForCausalLM, tok: PreTrainedTokenizerFast, out: Path, provenance: dict[str, object]) -> None:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 MODULUS = 100
@@ -58,9 +57,7 @@ def parse_answer(reply: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def make_problem(
-    rng: random.Random, variables: int, *, previous: int | None = None, passes: int = 1
-) -> Problem:
+def make_problem(rng: random.Random, variables: int, *, previous: int | None = None, passes: int = 1) -> Problem:
     """Draw a chain of ``variables`` assignments; with ``previous`` the first one reads ``ans``."""
     if not 2 <= variables <= len(NAMES):
         raise ValueError(f"variables={variables}: a chain has 2 to {len(NAMES)}")
@@ -87,9 +84,7 @@ class Trace:
     clean: bool
 
 
-def make_trace(
-    rng: random.Random, problem: Problem, *, error: float = 0.06, again: float = 0.25, max_passes: int = 60
-) -> Trace:
+def make_trace(rng: random.Random, problem: Problem, *, error: float = 0.06, again: float = 0.25, max_passes: int = 60) -> Trace:
     """Write a trace as the suite defines it.
 
     ``error`` is the share of derived lines that are wrong (half of it in a check pass), ``again`` the probability of another
@@ -150,20 +145,3 @@ def best_so_far(problem: Problem, partial: str) -> int:
             return reached[line.name]
     stated = [int(m[2]) for m in _FIRST.finditer(partial) if m[1] == problem.lines[0].name]
     return stated[-1] if stated else problem.first
-
-
-def problems(seed: int, n: int, *, low: int = 2, high: int = 8) -> Sequence[Problem]:
-    """The suite `chain`: ``n`` held-out single-turn problems, the same for every arm of a study."""
-    rng = random.Random(f"chain/{seed}")
-    return [make_problem(rng, rng.randint(low, high)) for _ in range(n)]
-
-
-def long_problems(seed: int, n: int) -> Sequence[Problem]:
-    """The suite `chain-long`: enough variables and passes that an output has at least 2,000 tokens."""
-    rng = random.Random(f"chain-long/{seed}")
-    out = []
-    for _ in range(n):
-        variables = rng.randint(10, 16)
-        # a check line is 10 tokens: this many passes write about 2,200 of them before the trace may stop
-        out.append(make_problem(rng, variables, passes=2200 // (10 * variables) + 1))
-    return out

@@ -1,0 +1,98 @@
+"""`agentguard study run` and `agentguard demo`."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from agentguard.cli.run import run
+
+if TYPE_CHECKING:
+    from agentguard.study.runner import StudyPlan
+
+DEMO_ARMS = "strict;cactus:delta=0.5;cactus:delta=0.5,p_min=0.1,top_k=10"
+_JSON = click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False), help="Write the table's numbers here.")
+_EVENTS = click.option("--events", type=click.Path(path_type=Path, dir_okay=False), help="Keep the recording here.")
+_SEED = click.option("--seed", default=0, show_default=True, type=click.IntRange(0), help="Seed of problems and sampling.")
+
+
+@click.group()
+def study() -> None:
+    """Length-corrected evaluation of verification rules."""
+
+
+@study.command("run")
+@click.option("--suite", default="chain", show_default=True, help="chain, chain-long or chain-agent.")
+@click.option(
+    "--arms", default="strict;cactus:delta=0.5", show_default=True, help="Rules, separated by ';'; strict is the baseline."
+)
+@click.option("--n", "sessions", default=96, show_default=True, type=click.IntRange(1), help="Sessions an arm.")
+@_SEED
+@click.option("--temperature", default=1.0, show_default=True)
+@click.option("--concurrency", default=24, show_default=True, type=click.IntRange(1))
+@click.option("--model", help="Target model; the reference pair's by default.")
+@click.option(
+    "--draft", help="Draft model; 'draft' and 'draft-short' are the reference pair's.", default="draft", show_default=True
+)
+@_JSON
+@_EVENTS
+def run_command(
+    suite: str, arms: str, sessions: int, seed: int, temperature: float, concurrency: int, model: str | None, draft: str,
+    json_path: Path | None, events: Path | None,
+) -> None:  # fmt: skip
+    """Run paired sessions of a suite under several rules and print the table."""
+    from agentguard.study import suites
+    from agentguard.study.runner import StudyPlan, parse_arms
+
+    plan = StudyPlan(suites.get(suite), parse_arms(arms), sessions, seed, temperature, concurrency)
+    _run(plan, model, draft, json_path, events)
+
+
+@click.command()
+@click.option("--n", "sessions", default=12, show_default=True, type=click.IntRange(1), help="Sessions an arm.")
+@_SEED
+@_JSON
+@_EVENTS
+def demo(sessions: int, seed: int, json_path: Path | None, events: Path | None) -> None:
+    """Agent sessions on the reference pair under strict, under a relaxed rule, and under it with the support filter."""
+    from agentguard.study import suites
+    from agentguard.study.runner import StudyPlan, parse_arms
+
+    _run(StudyPlan(suites.get("chain-agent"), parse_arms(DEMO_ARMS), sessions, seed), None, "draft", json_path, events)
+
+
+def _run(plan: StudyPlan, model: str | None, draft: str, json_path: Path | None, events: Path | None) -> None:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    from agentguard.policy import Policy
+    from agentguard.reference import DRAFTS, reference_model
+    from agentguard.study.command import Outcome, run_study, write_json
+    from agentguard.study.table import render
+
+    policy = Policy(
+        model=model or str(reference_model("target")),
+        draft=str(reference_model(draft)) if draft in DRAFTS else draft,
+    )
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with tempfile.TemporaryDirectory() as scratch, Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task("starting the engine", total=plan.steps)
+        outcome: Outcome = run(
+            run_study(
+                plan,
+                policy,
+                events or Path(scratch, "events.jsonl"),
+                on_ready=lambda _: progress.update(task, description=f"{plan.suite.name}, seed {plan.seed}"),
+                on_step=lambda: progress.advance(task),
+            )
+        )
+    if json_path is not None:
+        write_json(outcome, json_path)
+    n = outcome.rows[0].sessions
+    title = (
+        f"{plan.suite.name}: {n} sessions an arm, {plan.suite.steps} steps each, seed {plan.seed}, K = {policy.engine.draft_tokens}"
+    )
+    Console().print(render(outcome.rows, title))

@@ -1,0 +1,86 @@
+"""The checks behind `agentguard doctor`. Nothing here imports torch or vLLM into this process."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+
+from agentguard.errors import AgentGuardError
+from agentguard.reference import DRAFTS, reference_model
+
+PROBE_TIMEOUT_S = 120
+# run in a child, so that a broken engine environment cannot take doctor down, and doctor stays free of torch
+_PROBE = """
+import json, sys
+from engine_plugins.vllm import compat
+out = [[f.name, f.on, f.reason] for f in compat.gate()]
+if out[0][1]:
+    import torch, vllm
+    from vllm.platforms import current_platform
+    from vllm.triton_utils import HAS_TRITON
+    out[0][2] = f"vLLM {compat.vllm_version()} on torch {torch.__version__}, platform {current_platform.device_type}"
+    runner = "V2" if HAS_TRITON and not current_platform.is_cpu() else "V1"
+    why = "" if runner == "V1" else "; agentguard drives V1 only so far: start the engine with VLLM_USE_V2_MODEL_RUNNER=0"
+    out.append(["model runner", runner == "V1", runner + why])
+    reason = compat.rules_block_reason()
+    out.append(["rules, support filter, telemetry", not reason, reason or "verification seam fits this vLLM"])
+    if current_platform.is_cpu():
+        from vllm.v1.sample import rejection_sampler as sampler
+        x = torch.tensor([1.0, 2.0]); cu = torch.tensor([2, 3], dtype=torch.int32)
+        broken = sampler.expand_batch_to_tokens(x, cu, 3).tolist() != [1.0, 1.0, 2.0]
+        out.append(["CPU speculative sampling", True, "stock code is broken (vllm#55005); the plugin replaces it" if broken else
+        "stock code is right"])
+print("PROBE" + json.dumps(out))
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One line of the report. ``detail`` says what was found, or why it is off and what to do."""
+
+    name: str
+    ok: bool
+    detail: str
+
+
+def examine() -> list[Check]:
+    """All checks, in the order a reader needs them."""
+    checks = [Check("python", sys.version_info >= (3, 11), f"{sys.version.split()[0]} (3.11 or newer)")]
+    checks += _plugin()
+    for extra, module, what in (
+        ("gateway", "starlette", "gateway"),
+        ("gateway", "zmq", "telemetry"),
+        ("tui", "textual", "monitor"),
+    ):
+        found = importlib.util.find_spec(module) is not None
+        # the monitor lives in an environment of its own beside a proxy, so its absence is no fault
+        checks.append(
+            Check(what, found or extra == "tui", "ready" if found else f"not installed: pip install 'agentguard-vllm[{extra}]'")
+        )
+    for name in ("target", *DRAFTS):
+        try:
+            checks.append(Check(f"reference pair: {name}", True, str(reference_model(name))))
+        except AgentGuardError as error:
+            checks.append(Check(f"reference pair: {name}", False, str(error)))
+    return checks
+
+
+def _plugin() -> list[Check]:
+    names = {e.value for e in importlib.metadata.entry_points(group="vllm.general_plugins")}
+    registered = "engine_plugins.vllm:register" in names
+    entry = Check(
+        "plugin entry point", registered, "registered" if registered else "agentguard-vllm is not installed: pip install -e ."
+    )
+    try:
+        done = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return [entry, Check("vLLM", False, f"its import took more than {PROBE_TIMEOUT_S} s")]
+    lines = [line for line in done.stdout.splitlines() if line.startswith("PROBE")]
+    if not lines:
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        return [entry, Check("vLLM", False, f"its import failed: {last}; run 'make install' again")]
+    return [entry, *(Check(name, on, detail) for name, on, detail in json.loads(lines[-1][5:]))]

@@ -1,0 +1,46 @@
+"""What the guard needs from an inference engine."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+Chunk = dict[str, Any]
+"""A streamed piece of an answer in the shape of OpenAI's `chat.completion.chunk`."""
+Stream: TypeAlias = AsyncGenerator[Chunk, None]
+"""Chunks as they come; `aclose` stops the work behind them."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What an engine serves. ``max_model_len`` is the context window in tokens."""
+
+    model: str
+    max_model_len: int
+
+
+class Engine(Protocol):
+    """An inference engine. All methods raise EngineRequestError for a refused request and EngineDiedError when it is gone."""
+
+    name: str
+
+    async def info(self) -> EngineInfo: ...
+
+    async def tokenize_chat(self, body: Mapping[str, Any]) -> list[int]:
+        """The prompt ids of a chat request, generation prompt included."""
+        ...
+
+    async def tokenize_text(self, text: str) -> list[int]:
+        """The ids of a text as it stands, without special tokens around it."""
+        ...
+
+    def chat(self, body: Mapping[str, Any], request_id: str, session: str) -> Stream:
+        """Stream a chat completion. Closing the iterator aborts the request in the engine."""
+        ...
+
+    def complete(self, prompt: Sequence[int], body: Mapping[str, Any], request_id: str) -> Stream:
+        """Stream a completion of token ids; the chunks carry `choices[0].text`."""
+        ...
+
+    async def aclose(self) -> None: ...

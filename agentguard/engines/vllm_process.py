@@ -1,0 +1,241 @@
+"""A vLLM server as a child process: started with our plugin, watched while it runs, and gone when we are.
+
+The engine gets a process group of its own, so that stopping reaches its workers too, and asks the kernel for SIGTERM when its
+parent dies (PR_SET_PDEATHSIG), so that not even `kill -9` of agentguard leaves it behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx2
+
+from agentguard.errors import ConfigError, EngineDiedError, EngineStartError
+from agentguard.policy import Policy
+
+STOP_GRACE_S = 15.0
+LOG_TAIL_LINES = 12
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(slots=True)
+class VllmProcess:
+    """A running engine. ``telemetry`` is the ZMQ address of its tap; ``log`` its output."""
+
+    url: str
+    telemetry: str
+    log: Path
+    process: asyncio.subprocess.Process
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def died(self) -> EngineDiedError:
+        return EngineDiedError(
+            f"engine process {self.pid} ended with status {self.process.returncode}; start it again. "
+            f"Last lines of its log:\n{tail(self.log)}"
+        )
+
+
+def is_cpu_build() -> bool:
+    """Is the installed vLLM the CPU build? Decided from the distribution's name and version, without importing it."""
+    try:
+        return "cpu" in importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        return True
+
+
+def command(policy: Policy, port: int, telemetry: str) -> list[str]:
+    """The command line that serves the policy's model with the plugin."""
+    options = policy.engine
+    settings = {"agentguard": {"rule": policy.rule, "telemetry": telemetry}}
+    args: dict[str, str | None] = {
+        "--model": policy.model,
+        "--served-model-name": Path(policy.model).name,
+        "--host": "127.0.0.1",
+        "--port": str(port),
+        "--dtype": options.dtype,
+        "--max-num-seqs": str(options.max_num_seqs),
+        "--reasoning-parser": options.reasoning_parser,
+        # a model's generation_config.json must not override sampling behind the client's back (rules.md, 1.3)
+        "--generation-config": "vllm",
+        "--worker-cls": "engine_plugins.vllm.worker.Worker",
+        "--additional-config": json.dumps(settings),
+        "--disable-uvicorn-access-log": None,
+    }
+    if options.max_model_len is not None:
+        args["--max-model-len"] = str(options.max_model_len)
+    if policy.draft is not None:
+        speculative = {
+            "method": "draft_model",
+            "model": policy.draft,
+            "num_speculative_tokens": options.draft_tokens,
+            "draft_sample_method": "probabilistic",
+        }
+        args["--speculative-config"] = json.dumps(speculative)
+        args["--per-request-spec-decode-metrics"] = "summary"
+    if is_cpu_build():
+        # compiling a small model costs more than it brings here, and inductor's freezing would bake the draft's weights in
+        args["--enforce-eager"] = None
+    flags = [part for name, value in args.items() for part in ((name,) if value is None else (name, value))]
+    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *flags, *options.extra_args]
+
+
+def environment(policy: Policy) -> dict[str, str]:
+    env = dict(os.environ)
+    env |= {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+    if is_cpu_build():
+        env["VLLM_CPU_KVCACHE_SPACE"] = f"{policy.engine.kv_cache_gb:g}"
+        # V2 needs a Triton back end the CPU wheel lacks; saying so avoids its probe
+        env.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
+        preload_openmp(env)
+    if Path(policy.model).exists():
+        env["HF_HUB_OFFLINE"] = "1"
+    return env
+
+
+def preload_openmp(env: dict[str, str]) -> None:
+    """Preload Intel's OpenMP where pip installed it: vLLM warns that speculative decoding on CPU loses much without it."""
+    for library in Path(sys.prefix, "lib").glob("libiomp5.so"):
+        env["LD_PRELOAD"] = ":".join(filter(None, (str(library), env.get("LD_PRELOAD"))))
+
+
+@asynccontextmanager
+async def vllm_process(policy: Policy, *, port: int | None = None) -> AsyncIterator[VllmProcess]:
+    """Start an engine, wait until it is healthy, and stop it with all its children at the end.
+
+    Raises ConfigError for a model that is not there, EngineStartError with the end of the log when it does not come up.
+    """
+    check_model("model", policy.model)
+    if policy.draft is not None:
+        check_model("draft", policy.draft)
+    directory = Path(tempfile.mkdtemp(prefix="agentguard-"))  # mode 0700: only this user can reach the telemetry socket
+    port = port or free_port()
+    telemetry = f"ipc://{directory}/tap"
+    log = directory / "engine.log"
+    started = False
+    try:
+        with log.open("wb") as output:
+            process = await asyncio.create_subprocess_exec(
+                *command(policy, port, telemetry),
+                stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=asyncio.subprocess.STDOUT,
+                env=environment(policy), start_new_session=True, preexec_fn=_die_with_parent,
+            )  # fmt: skip
+        engine = VllmProcess(f"http://127.0.0.1:{port}", telemetry, log, process)
+        try:
+            await _until_healthy(engine, policy.engine.start_timeout_s)
+            started = True
+            yield engine
+        finally:
+            await stop(process)
+    finally:
+        if started:
+            await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
+
+
+async def stop(process: asyncio.subprocess.Process) -> None:
+    """SIGTERM to the whole group, SIGKILL to what is left after the grace period; returns when the group is empty."""
+    _signal_group(process.pid, signal.SIGTERM)
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(process.wait(), STOP_GRACE_S)
+    _signal_group(process.pid, signal.SIGKILL)
+    await process.wait()
+    for _ in range(50):  # the children are reaped by init, a moment later
+        if not _signal_group(process.pid, 0):
+            return
+        await asyncio.sleep(0.1)
+
+
+def check_model(field: str, model: str) -> None:
+    """A path must exist and hold a config.json; a name without a slash at its front is left to the hub."""
+    path = Path(model)
+    looks_like_path = path.is_absolute() or model.startswith((".", "~")) or path.exists() or model.count("/") > 1
+    if looks_like_path and not (path / "config.json").is_file():
+        why = "has no config.json" if path.exists() else "does not exist"
+        raise ConfigError(field, model, f"{why}; give a directory with a Hugging Face model, or a model's name")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def check_port(field: str, host: str, port: int) -> None:
+    """Raises ConfigError when something listens there already."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(field, port, f"cannot listen on {host}:{port} ({error.strerror}); choose another port") from None
+
+
+def tail(log: Path) -> str:
+    """The lines of the log that say why: from the last error on, else the last ones."""
+    try:
+        lines = log.read_text(errors="replace").splitlines()
+    except OSError:
+        return "(no log)"
+    clean = [re.sub(r"^\([^)]*\)\s*(ERROR \S+ \S+ \[[^]]*\]\s*)?", "", line) for line in lines if line.strip()]
+    errors = [line for line in clean if re.match(r"^\w*(\.\w+)*(Error|Exception)\b", line)]
+    return "\n".join(errors[:1] + clean[-LOG_TAIL_LINES:])
+
+
+async def _until_healthy(engine: VllmProcess, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    async with httpx2.AsyncClient(base_url=engine.url, timeout=2.0, trust_env=False) as client:
+        while time.monotonic() < deadline:
+            if engine.process.returncode is not None:
+                raise EngineStartError(
+                    f"the engine ended with status {engine.process.returncode} while starting; full log: {engine.log}\n"
+                    f"{tail(engine.log)}"
+                )
+            with contextlib.suppress(httpx2.TransportError):
+                if (await client.get("/health")).status_code == 200:
+                    return
+            await asyncio.sleep(0.25)
+    raise EngineStartError(
+        f"the engine was not ready after {timeout_s:g} s (engine.start_timeout_s); full log: {engine.log}\n{tail(engine.log)}"
+    )
+
+
+def _signal_group(pid: int, number: int) -> bool:
+    """Send a signal to a process group; False when it is empty."""
+    try:
+        os.killpg(pid, number)
+    except (ProcessLookupError, PermissionError):
+        return False
+    return True
+
+
+def _die_with_parent() -> None:
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def describe(policy: Policy) -> dict[str, Any]:
+    """What a reader of results needs to know about the engine's set-up."""
+    return {
+        "model": Path(policy.model).name,
+        "draft": Path(policy.draft).name if policy.draft else None,
+        "K": policy.engine.draft_tokens,
+    }

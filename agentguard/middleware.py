@@ -1,0 +1,310 @@
+"""The guard: asyncio middleware around an Engine.
+
+For each step it measures the prompt, computes the adaptive cutoff, sends the budget and the rule with the request, counts the
+tokens that come back by kind, makes sure that an answer comes (a step that ends without one is continued once behind a closed
+trace), and publishes the step's accounts.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Mapping
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import pydantic
+import structlog
+from pydantic import BaseModel, ConfigDict, Field
+
+from agentguard.engines.base import Chunk, Engine, EngineInfo, Stream
+from agentguard.errors import AgentGuardError, ConfigError, EngineDiedError, EngineError
+from agentguard.events import EngineDied, EngineReady, StepFinished, StepStarted
+from agentguard.policy import Policy
+from agentguard.rulespec import RuleSpec
+from agentguard.session import Identity, Session, Sessions
+from agentguard.telemetry.hub import Hub
+from agentguard.trace.cutoff import Cap, growth_pressure, think_cap
+from agentguard.trace.markers import Markers
+from agentguard.trace.tally import MarkerIds, Tally
+
+logger = structlog.get_logger(__name__)
+
+
+class ChatRequest(BaseModel):
+    """The parts of a chat request the guard reads; everything else is passed on as it came."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    model: str | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    thinking_token_budget: Annotated[int, Field(ge=-1)] | None = None
+    n: Annotated[int, Field(ge=1, le=1)] | None = None
+    stream: bool = False
+    return_token_ids: bool = False
+    vllm_xargs: dict[str, Any] = Field(default_factory=dict)
+
+    @classmethod
+    def read(cls, body: Mapping[str, Any]) -> ChatRequest:
+        try:
+            return cls.model_validate(body)
+        except pydantic.ValidationError as error:
+            first = error.errors()[0]
+            raise ConfigError(".".join(map(str, first["loc"])), first.get("input"), first["msg"]) from None
+
+    @property
+    def limit(self) -> int | None:
+        """The client's limit M; of two given, the smaller."""
+        given = [m for m in (self.max_tokens, self.max_completion_tokens) if m is not None]
+        return min(given) if given else None
+
+
+@dataclass(slots=True)
+class _Account:
+    """What a running step has produced so far."""
+
+    tally: Tally
+    opened_tokens: int
+    ids: list[int] = field(default_factory=list)
+    text: str = ""
+    tools: bool = False
+    rounds: int | None = None
+    drafted: int | None = None
+    accepted: int | None = None
+    finish_reason: str = ""
+    closed: str = ""
+    continued: bool = False
+
+    def take_usage(self, chunk: Chunk) -> None:
+        """Add the engine's own counters from the final chunk."""
+        spec = (chunk.get("metrics") or {}).get("speculative_decoding")
+        if spec:
+            self.rounds = (self.rounds or 0) + spec["num_spec_steps"]
+            self.drafted = (self.drafted or 0) + spec["num_draft_tokens"]
+            self.accepted = (self.accepted or 0) + spec["num_accepted_draft_tokens"]
+
+    @property
+    def empty(self) -> bool:
+        return not self.text.strip() and not self.tools
+
+
+class Guard:
+    """One engine, many sessions. Create with `Guard.open`; it owns no task of its own."""
+
+    def __init__(self, engine: Engine, policy: Policy, hub: Hub, info: EngineInfo, markers: MarkerIds) -> None:
+        self.engine = engine
+        self.policy = policy
+        self.hub = hub
+        self.info = info
+        self.sessions = Sessions(policy.max_sessions)
+        self._markers = markers
+
+    @classmethod
+    async def open(cls, engine: Engine, policy: Policy, hub: Hub, markers: Markers | None = None) -> Guard:
+        """Ask the engine for its model, window and the ids of its think markers."""
+        markers = markers or Markers()
+        info = await engine.info()
+        start, end = await engine.tokenize_text(markers.start), await engine.tokenize_text(markers.end)
+        if len(end) != 1 or len(start) != 1:
+            raise EngineError(
+                f"{info.model} writes {markers.start!r} as {len(start)} and {markers.end!r} as {len(end)} tokens; "
+                "this version needs single-token think markers"
+            )
+        hub.publish(EngineReady(t=time.time(), engine=engine.name, model=info.model, max_model_len=info.max_model_len))
+        return cls(engine, policy, hub, info, MarkerIds(start[0], end[0]))
+
+    async def stream(self, body: Mapping[str, Any], identity: Identity) -> Stream:
+        """One guarded step as OpenAI chunks. The last chunk carries usage and the finish reason came before it.
+
+        Raises ConfigError for a bad request (nothing was sent), EngineRequestError and EngineDiedError from the engine. Closing the
+        iterator cancels the step in the engine; its accounts are published either way.
+        """
+        request = ChatRequest.read(body)
+        xargs = self._xargs(request)
+        session = self.sessions.get(identity)
+        prompt = await self.engine.tokenize_chat({"model": self.info.model, **body})
+        cap = self._cap(request, session, len(prompt))
+        number, request_id = session.next_step(), uuid.uuid4().hex
+        tally, opened_tokens = self._open_tally(prompt)
+        account = _Account(tally, opened_tokens)
+        started, error = time.perf_counter(), "cancelled"
+        self.hub.publish(
+            StepStarted(
+                t=time.time(), session=str(identity), step=number, request=request_id, model=self.info.model, rule=xargs["ag_rule"],
+                prompt_tokens=len(prompt), budget=cap.budget, think_cap=cap.think_cap, bound_by=cap.bound_by,
+            )
+        )  # fmt: skip
+        upstream = {**body, "model": self.info.model, "max_tokens": cap.budget, "return_token_ids": True, "vllm_xargs": xargs}
+        for key in ("stream", "stream_options", "max_completion_tokens"):
+            upstream.pop(key, None)
+        upstream["thinking_token_budget"] = cap.think_cap
+        try:
+            async with aclosing(self._run(request, upstream, prompt, cap, account, request_id, identity.session)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+            error = ""
+        except AgentGuardError as failure:
+            error = str(failure)
+            if isinstance(failure, EngineDiedError):
+                self.hub.publish(EngineDied(t=time.time(), engine=self.engine.name, reason=error))
+            raise
+        finally:
+            step = StepFinished(
+                t=time.time(), session=str(identity), step=number, request=request_id, model=self.info.model, rule=xargs["ag_rule"],
+                prompt_tokens=len(prompt), tokens=tally.total, think_tokens=tally.think, answer_tokens=tally.answer,
+                marker_tokens=tally.markers, rounds=account.rounds, drafted=account.drafted, accepted=account.accepted,
+                closed=account.closed, continued=account.continued, empty_answer=account.empty and not error,
+                finish_reason=account.finish_reason, ttlt_s=time.perf_counter() - started, error=error,
+            )  # fmt: skip
+            session.add(step)
+            self.hub.publish(step)
+
+    async def _run(
+        self, request: ChatRequest, upstream: dict[str, Any], prompt: list[int], cap: Cap, account: _Account,
+        request_id: str, session: str,
+    ) -> Stream:  # fmt: skip
+        last: Chunk | None = None
+        usage: Chunk | None = None
+        async with aclosing(self.engine.chat(upstream, request_id, session)) as chunks:
+            async for chunk in chunks:
+                if not chunk.get("choices"):
+                    account.take_usage(chunk)
+                    usage = chunk
+                    continue
+                choice = chunk["choices"][0]
+                self._count(account, choice.get("token_ids") or [], cap)
+                delta = choice.get("delta") or {}
+                account.text += delta.get("content") or ""
+                account.tools = account.tools or bool(delta.get("tool_calls"))
+                if choice.get("finish_reason"):
+                    account.finish_reason = choice["finish_reason"]
+                    last = _public(chunk, request)
+                    continue
+                yield _public(chunk, request)
+        account.tally.finish(stopped=account.finish_reason in ("stop", "tool_calls"))
+        if last is None:
+            raise EngineError(f"engine {self.engine.name} ended request {request_id} without a finish reason")
+        if account.empty and account.tally.total < cap.budget:
+            yield _without_finish(last)
+            async with aclosing(self._continue(prompt, cap, upstream, account, request_id, last)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+            last = _finish(last, account.finish_reason)
+        yield last
+        if usage is not None:
+            yield _usage(usage, account.tally, len(prompt))
+
+    async def _continue(
+        self, prompt: list[int], cap: Cap, upstream: Mapping[str, Any], account: _Account, request_id: str, shape: Chunk
+    ) -> Stream:
+        """A step that ended without an answer goes on behind its trace, at token level (vllm.md, section 14).
+
+        The end-of-turn token is dropped, the end marker added where it is missing, and what follows is the answer.
+        """
+        ids = list(account.ids)
+        if account.finish_reason == "stop" and ids:
+            ids.pop()
+        if self._markers.end not in ids:
+            ids.append(self._markers.end)
+            account.tally.markers += 1
+            account.closed = account.closed or "no_answer"
+        account.continued = True
+        account.tally.inside = False
+        limit = max(1, min(cap.reserve, cap.budget - account.tally.total))
+        body = {k: upstream[k] for k in ("model", "temperature", "top_p", "top_k", "seed", "stop") if k in upstream}
+        body |= {"max_tokens": limit, "return_token_ids": True}
+        async with aclosing(self.engine.complete([*prompt, *ids], body, f"{request_id}-answer")) as chunks:
+            async for chunk in chunks:
+                if not chunk.get("choices"):
+                    account.take_usage(chunk)
+                    continue
+                choice = chunk["choices"][0]
+                account.tally.feed(choice.get("token_ids") or [])
+                account.text += choice.get("text") or ""
+                if choice.get("finish_reason"):
+                    account.finish_reason = choice["finish_reason"]
+                if choice.get("text"):
+                    yield _content(shape, choice["text"])
+        account.tally.finish(stopped=account.finish_reason == "stop")
+
+    def _count(self, account: _Account, ids: list[int], cap: Cap) -> None:
+        was_inside = account.tally.inside
+        account.tally.feed(ids)
+        account.ids += ids
+        left = was_inside and not account.tally.inside
+        if left and account.tally.think + account.opened_tokens >= cap.think_cap:
+            account.closed = cap.bound_by
+
+    def _open_tally(self, prompt: list[int]) -> tuple[Tally, int]:
+        """A tally that knows whether the prompt opened a block, and how many of its tokens already count against the cap."""
+        start = _last(prompt, self._markers.start)
+        opened = start > _last(prompt, self._markers.end)
+        return Tally(self._markers, opened=opened), len(prompt) - start - 1 if opened else 0
+
+    def _cap(self, request: ChatRequest, session: Session, prompt: int) -> Cap:
+        cutoff = self.policy.cutoff
+        cap = think_cap(
+            window=self.info.max_model_len, prompt=prompt, limit=request.limit, answers=session.answers,
+            growth=growth_pressure(session.traces), f_min=cutoff.f_min, f_max=cutoff.f_max,
+            answer_floor=cutoff.answer_floor, margin=cutoff.margin,
+        )  # fmt: skip
+        if cap.budget == 0:
+            raise ConfigError(
+                "messages",
+                f"{prompt} tokens",
+                f"the prompt fills the context window of {self.info.max_model_len} tokens; compact it",
+            )
+        asked = request.thinking_token_budget
+        if asked is not None and 0 <= asked < cap.think_cap:
+            cap = Cap(cap.budget, asked, cap.reserve, cap.growth, "client")
+        return cap
+
+    def _xargs(self, request: ChatRequest) -> dict[str, Any]:
+        xargs = dict(request.vllm_xargs)
+        rule = xargs.get("ag_rule", self.policy.rule)
+        if not isinstance(rule, str):
+            raise ConfigError("vllm_xargs.ag_rule", rule, "write the rule as a string, for example 'cactus:delta=0.25'")
+        return {"ag_phase": self.policy.phase} | xargs | {"ag_rule": str(RuleSpec.parse(rule, what="vllm_xargs.ag_rule"))}
+
+
+def _last(ids: list[int], token: int | None) -> int:
+    for i in range(len(ids) - 1, -1, -1):
+        if ids[i] == token:
+            return i
+    return -1
+
+
+def _public(chunk: Chunk, request: ChatRequest) -> Chunk:
+    """The chunk as the client asked for it: token ids only if it wanted them."""
+    if request.return_token_ids:
+        return chunk
+    choices = [{k: v for k, v in c.items() if k != "token_ids"} for c in chunk["choices"]]
+    return {k: v for k, v in chunk.items() if k != "prompt_token_ids"} | {"choices": choices}
+
+
+def _with_choice(chunk: Chunk, delta: dict[str, Any], finish: str | None) -> Chunk:
+    choice = {"index": 0, "delta": delta, "finish_reason": finish, "logprobs": None}
+    return chunk | {"choices": [choice]}
+
+
+def _without_finish(chunk: Chunk) -> Chunk:
+    return _with_choice(chunk, chunk["choices"][0].get("delta") or {}, None)
+
+
+def _finish(chunk: Chunk, reason: str) -> Chunk:
+    return _with_choice(chunk, {}, reason)
+
+
+def _content(shape: Chunk, text: str) -> Chunk:
+    return _with_choice(shape, {"content": text}, None)
+
+
+def _usage(chunk: Chunk, tally: Tally, prompt: int) -> Chunk:
+    """The usage chunk with the guard's counts, which cover a continuation too."""
+    usage = dict(chunk.get("usage") or {})
+    usage |= {"prompt_tokens": prompt, "completion_tokens": tally.total, "total_tokens": prompt + tally.total}
+    usage["completion_tokens_details"] = {"reasoning_tokens": tally.think}
+    return chunk | {"usage": usage}

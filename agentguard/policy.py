@@ -1,0 +1,118 @@
+"""What the operator wants: a recipe, validated at the edge.
+
+A recipe is YAML; unknown keys are refused with the nearest match. Inside the program the frozen models below are passed around.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import pydantic
+import yaml
+from pydantic import BaseModel, ConfigDict, Field
+
+from agentguard.errors import ConfigError, nearest
+from agentguard.rulespec import RuleSpec
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class Cutoff(_Model):
+    """When a trace is closed (architecture.md, "The adaptive cutoff")."""
+
+    f_min: float = Field(0.80, gt=0, le=1)
+    """Cutoff fraction of the budget under full growth pressure."""
+    f_max: float = Field(0.85, gt=0, le=1)
+    """Cutoff fraction without growth pressure."""
+    answer_floor: int = Field(64, ge=1)
+    """Tokens always kept for the answer."""
+    margin: int = Field(8, ge=0)
+    """Tokens of the context window never used (chat template, rounding of drafts)."""
+
+    @pydantic.model_validator(mode="after")
+    def _ordered(self) -> Cutoff:
+        if self.f_min > self.f_max:
+            raise ValueError(f"f_min {self.f_min} is above f_max {self.f_max}; swap them")
+        return self
+
+
+class EngineOptions(_Model):
+    """How vLLM is started."""
+
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    max_model_len: int | None = Field(None, ge=16)
+    """Context window in tokens; None takes the model's."""
+    max_num_seqs: int = Field(64, ge=1)
+    draft_tokens: int = Field(6, ge=1, le=32)
+    """K, the drafted tokens of a round."""
+    reasoning_parser: str = "deepseek_r1"
+    """vLLM's parser for the model's think markers."""
+    kv_cache_gb: float = Field(1.0, gt=0)
+    """Memory of the KV cache in GiB, on CPU."""
+    start_timeout_s: float = Field(300.0, gt=0)
+    extra_args: tuple[str, ...] = ()
+    """Passed on to vLLM's API server as they are."""
+
+
+class Policy(_Model):
+    """A whole recipe."""
+
+    model: str
+    """Path or name of the target model."""
+    draft: str | None = None
+    """Path or name of the draft model; None runs without speculation."""
+    rule: str = "strict"
+    """Verification rule of requests that ask for none."""
+    phase: Literal["think", "answer", "both"] = "think"
+    """Where the rule may relax."""
+    cutoff: Cutoff = Cutoff()
+    engine: EngineOptions = EngineOptions()
+    max_sessions: int = Field(10_000, ge=1)
+    """Sessions remembered; the least recently used one is forgotten first."""
+
+    @pydantic.field_validator("rule")
+    @classmethod
+    def _known_rule(cls, value: str) -> str:
+        return str(RuleSpec.parse(value, what="rule"))
+
+
+def load(path: Path) -> Policy:
+    """Read a recipe. Raises ConfigError naming the field, the value and the remedy."""
+    try:
+        raw = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigError("recipe", str(path), f"cannot be read ({error.strerror}); give the path of a YAML file") from None
+    except yaml.YAMLError as error:
+        raise ConfigError("recipe", str(path), f"is not YAML: {error}") from None
+    if not isinstance(raw, dict):
+        raise ConfigError("recipe", str(path), "is not a mapping; it needs at least 'model: PATH'")
+    return parse(raw, base=path.parent)
+
+
+def parse(raw: dict[str, Any], *, base: Path | None = None) -> Policy:
+    """A Policy from a mapping; relative model paths that exist below ``base`` are taken from there."""
+    for key in ("model", "draft"):
+        value = raw.get(key)
+        if base is not None and isinstance(value, str) and (base / value).exists():
+            raw = {**raw, key: str(base / value)}
+    try:
+        return Policy.model_validate(raw)
+    except pydantic.ValidationError as error:
+        raise _config_error(error) from None
+
+
+def _config_error(error: pydantic.ValidationError) -> ConfigError:
+    first = error.errors()[0]
+    where = [str(part) for part in first["loc"]]
+    field, value = ".".join(where) or "recipe", first.get("input")
+    if first["type"] == "extra_forbidden":
+        model: type[BaseModel] = Policy
+        for part in where[:-1]:
+            annotation = model.model_fields[part].annotation
+            assert isinstance(annotation, type)
+            model = annotation
+        return ConfigError(field, value, f"unknown key; {nearest(where[-1], model.model_fields)}")
+    return ConfigError(field, value, first["msg"].removeprefix("Value error, "))

@@ -1,0 +1,98 @@
+"""A whole study: engine, gateway, sessions, recording, table. `agentguard study run` and `agentguard demo` are thin callers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from agentguard import __version__
+from agentguard.engines.openai_http import OpenAIEngine
+from agentguard.engines.vllm_process import describe
+from agentguard.gateway.server import Stack, serve_stack
+from agentguard.study.results import ArmResult, summarise
+from agentguard.study.runner import StudyPlan, run
+from agentguard.telemetry.recorder import record, replay
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from agentguard.policy import Policy
+
+__all__ = ["Outcome", "run_study", "write_json"]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A finished study: its rows, recomputed from the recording at ``events``."""
+
+    plan: StudyPlan
+    policy: Policy
+    rows: list[ArmResult]
+    events: Path
+
+
+async def run_study(
+    plan: StudyPlan,
+    policy: Policy,
+    events: Path,
+    *,
+    on_ready: Callable[[Stack], None] = lambda _: None,
+    on_step: Callable[[], None] = lambda: None,
+) -> Outcome:
+    """Serve the policy's models, run the plan through the gateway and summarise the recording.
+
+    Raises EngineDiedError as soon as the engine's process ends, whatever the sessions are doing.
+    """
+    async with serve_stack(policy) as stack:
+        on_ready(stack)
+        async with record(stack.hub, events), _client(stack) as client:
+            await _unless_engine_ends(stack, run(plan, client, stack.guard.info.model, stack.hub, on_step))
+    return Outcome(plan, policy, await asyncio.to_thread(lambda: summarise(replay(events))), events)
+
+
+@asynccontextmanager
+async def _client(stack: Stack) -> AsyncIterator[OpenAIEngine]:
+    client = OpenAIEngine(stack.url, name="gateway")
+    try:
+        yield client
+    finally:
+        await client.aclose()
+
+
+async def _unless_engine_ends(stack: Stack, work: Any) -> None:
+    """Await ``work``, or raise how the engine ended if that comes first."""
+    working = asyncio.ensure_future(work)
+    watching = asyncio.create_task(stack.until_engine_ends(), name="engine watch")
+    try:
+        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise watching.result()
+        failure = working.exception()
+        if failure is not None:
+            # a dead engine shows as a broken request first; the process tells the reason a moment later
+            await asyncio.wait((watching,), timeout=5)
+            raise watching.result() if watching.done() else failure
+    finally:
+        for task in (working, watching):
+            task.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
+
+
+def write_json(outcome: Outcome, path: Path) -> None:
+    """The table's numbers with what produced them."""
+    plan = outcome.plan
+    document = {
+        "agentguard": __version__,
+        "suite": plan.suite.name,
+        "seed": plan.seed,
+        "temperature": plan.temperature,
+        "engine": describe(outcome.policy),
+        "events": outcome.events.name,
+        "arms": [row.as_json() for row in outcome.rows],
+    }
+    path.write_text(json.dumps(document, indent=1) + "\n")

@@ -1,0 +1,108 @@
+"""From recorded events to the study's table. Everything shown is computed here, and only from events."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from agentguard.economics.ratios import Ratio, paired_ratio
+from agentguard.errors import AgentGuardError
+from agentguard.events import Event, Graded, StepFinished
+from agentguard.rulespec import RuleSpec
+
+
+@dataclass(frozen=True, slots=True)
+class ArmResult:
+    """One arm's row. Token counts are generated tokens; ``accepted_length`` is draft tokens a round, without the bonus token.
+
+    ``gain`` = (ℓ + 1) / (ℓ_strict + 1); ``inflation`` (λ) and ``rounds_ratio`` are ratios to strict of the sums over sessions.
+    """
+
+    rule: str
+    filter: bool
+    sessions: int
+    steps: int
+    right: int
+    tokens: int
+    think_tokens: int
+    rounds: int
+    accepted_length: float
+    gain: float
+    inflation: Ratio
+    rounds_ratio: Ratio
+    closes: int
+    empty_answers: int
+    ttlt_s: float
+
+    def as_json(self) -> dict[str, Any]:
+        row = asdict(self)
+        inflation, rounds = row.pop("inflation"), row.pop("rounds_ratio")
+        return row | {
+            "lambda": inflation["value"],
+            "lambda_ci": [inflation["low"], inflation["high"]],
+            "rounds_ratio": rounds["value"],
+            "rounds_ratio_ci": [rounds["low"], rounds["high"]],
+        }
+
+
+def summarise(events: Iterable[Event]) -> list[ArmResult]:
+    """The rows of a study, strict first, in the order the arms appear.
+
+    Sessions are paired by the name's part after the last '/', which is the plan's number. Raises AgentGuardError when there is no
+    strict arm, or when a session is missing in one of the arms.
+    """
+    arms: dict[str, dict[str, list[StepFinished]]] = {}
+    finished: dict[tuple[str, int], StepFinished] = {}
+    right: dict[str, int] = {}
+    for event in events:
+        if isinstance(event, StepFinished):
+            finished[event.session, event.step] = event
+        elif isinstance(event, Graded):
+            step = finished[event.session, event.step]
+            arms.setdefault(event.arm, {}).setdefault(event.session.rpartition("/")[2], []).append(step)
+            right[event.arm] = right.get(event.arm, 0) + event.right
+    if "strict" not in arms:
+        raise AgentGuardError(
+            "the recording has no strict arm, so λ and gain have no baseline; run the study with 'strict' among --arms"
+        )
+    strict = arms["strict"]
+    order = ["strict", *(arm for arm in arms if arm != "strict")]
+    for arm in order:
+        if arms[arm].keys() != strict.keys():
+            missing = sorted(arms[arm].keys() ^ strict.keys())
+            raise AgentGuardError(
+                f"arm {arm!r} and strict did not run the same plans (differing: {missing[:5]}); run the study again"
+            )
+    return [_row(arm, arms[arm], strict, right[arm]) for arm in order]
+
+
+def _row(arm: str, plans: dict[str, list[StepFinished]], strict: dict[str, list[StepFinished]], right: int) -> ArmResult:
+    steps = [s for plan in plans.values() for s in plan]
+    mine, base = accepted_length(steps), accepted_length([s for plan in strict.values() for s in plan])
+    keys = sorted(plans)
+    return ArmResult(
+        rule=arm,
+        filter=RuleSpec.parse(arm).filtered,
+        sessions=len(plans),
+        steps=len(steps),
+        right=right,
+        tokens=sum(s.tokens for s in steps),
+        think_tokens=sum(s.think_tokens for s in steps),
+        rounds=sum(s.rounds or 0 for s in steps),
+        accepted_length=mine,
+        gain=(mine + 1) / (base + 1),
+        inflation=paired_ratio([sum(s.tokens for s in plans[k]) for k in keys], [sum(s.tokens for s in strict[k]) for k in keys]),
+        rounds_ratio=paired_ratio(
+            [sum(s.rounds or 0 for s in plans[k]) for k in keys], [sum(s.rounds or 0 for s in strict[k]) for k in keys]
+        ),
+        closes=sum(bool(s.closed) for s in steps),
+        empty_answers=sum(s.empty_answer for s in steps),
+        ttlt_s=sum(s.ttlt_s for s in steps) / len(steps),
+    )
+
+
+def accepted_length(steps: Sequence[StepFinished]) -> float:
+    """ℓ over all rounds of the steps."""
+    rounds = sum(s.rounds or 0 for s in steps)
+    return sum(s.accepted or 0 for s in steps) / rounds if rounds else 0.0

@@ -1,0 +1,101 @@
+"""Run paired sessions of a suite under several rules against one gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from agentguard.engines.base import Engine
+from agentguard.errors import AgentGuardError, ConfigError
+from agentguard.events import Graded
+from agentguard.rulespec import RuleSpec
+from agentguard.study.suites import Suite
+from agentguard.study.suites.chain import parse_answer
+from agentguard.telemetry.hub import Hub
+
+
+@dataclass(frozen=True, slots=True)
+class StudyPlan:
+    """What is run: ``sessions`` of the suite an arm, at most ``concurrency`` at once. Arms are interleaved session by session."""
+
+    suite: Suite
+    arms: tuple[RuleSpec, ...]
+    sessions: int
+    seed: int
+    temperature: float = 1.0
+    concurrency: int = 24
+
+    def __post_init__(self) -> None:
+        if RuleSpec("strict") not in self.arms:
+            raise ConfigError("arms", ";".join(map(str, self.arms)), "needs 'strict' among the arms: λ and gain are ratios to it")
+        if len(set(map(str, self.arms))) != len(self.arms):
+            raise ConfigError("arms", ";".join(map(str, self.arms)), "an arm is given twice; keep one")
+        if self.temperature <= 0 and any(arm.relaxed for arm in self.arms):
+            raise ConfigError(
+                "temperature", self.temperature, "greedy requests bypass relaxed rules, so the study would be void; use 1"
+            )
+
+    @property
+    def steps(self) -> int:
+        return self.sessions * self.suite.steps * len(self.arms)
+
+
+def parse_arms(text: str) -> tuple[RuleSpec, ...]:
+    return tuple(RuleSpec.parse(part, what="arms") for part in text.split(";") if part.strip())
+
+
+async def run(plan: StudyPlan, client: Engine, model: str, hub: Hub, on_step: Callable[[], None] = lambda: None) -> None:
+    """Run the plan. ``client`` talks to the gateway whose events go to ``hub``; a verdict a step is added there.
+
+    The first error stops all sessions and is raised.
+    """
+    gate = asyncio.Semaphore(plan.concurrency)
+
+    async def session(number: int, arm: RuleSpec) -> None:
+        async with gate:
+            await _session(plan, client, model, hub, number, arm, on_step)
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for number in range(plan.sessions):
+                for arm in plan.arms:
+                    group.create_task(session(number, arm), name=f"study {arm} {number}")
+    except* AgentGuardError as errors:
+        raise errors.exceptions[0] from None
+
+
+async def _session(
+    plan: StudyPlan, client: Engine, model: str, hub: Hub, number: int, arm: RuleSpec, on_step: Callable[[], None]
+) -> None:
+    name = f"study/{plan.suite.name}/{plan.seed}/{arm}/{number}"
+    messages: list[dict[str, str]] = []
+    previous: int | None = None
+    for step in range(1, plan.suite.steps + 1):
+        problem = plan.suite.problem(plan.seed, number, step, previous)
+        messages.append({"role": "user", "content": problem.text})
+        body = {
+            "model": model,
+            "messages": messages,
+            "temperature": plan.temperature,
+            "max_tokens": plan.suite.max_tokens,
+            "seed": _seed(plan.seed, number, step),
+            "vllm_xargs": {"ag_rule": str(arm)},
+        }
+        answer = ""
+        async with aclosing(client.chat(body, f"{number}-{step}", name)) as chunks:
+            async for chunk in chunks:
+                for choice in chunk.get("choices") or ():
+                    answer += (choice.get("delta") or {}).get("content") or ""
+        hub.publish(Graded(t=time.time(), session=name, step=step, arm=str(arm), right=problem.grade(answer)))
+        messages.append({"role": "assistant", "content": answer.strip()})
+        previous = parse_answer(answer)
+        on_step()
+
+
+def _seed(*parts: int) -> int:
+    """A sampling seed per step, the same for every arm."""
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:4], "big") >> 1

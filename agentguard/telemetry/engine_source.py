@@ -1,0 +1,61 @@
+"""Telemetry frames from the engine's ZMQ socket into the hub."""
+
+from __future__ import annotations
+
+import re
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+import msgspec
+import structlog
+import zmq
+import zmq.asyncio
+
+from agentguard.events import VerificationStep, decode_msgpack
+from agentguard.tasks import owned_task
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from agentguard.telemetry.hub import Hub
+
+logger = structlog.get_logger(__name__)
+HIGH_WATER = 1024
+_ENGINE_ID = re.compile(r"^(?:\d+_)?(?:chatcmpl|cmpl)-(.+?)(?:-\d+)?-[0-9a-f]{8}$")
+
+
+def our_request_id(engine_id: str) -> str:
+    """The id we sent as X-Request-Id: vLLM wraps it as `chatcmpl-<id>-<8 hex digits>` (`cmpl-<id>-0-…` on completions)."""
+    match = _ENGINE_ID.match(engine_id)
+    return match[1] if match else engine_id
+
+
+@asynccontextmanager
+async def engine_source(hub: Hub, endpoint: str) -> AsyncIterator[None]:
+    """Forward frames from ``endpoint`` to the hub while the block runs. A frame that cannot be read is logged and skipped."""
+    context = zmq.asyncio.Context()
+    socket = context.socket(zmq.SUB)
+    socket.setsockopt(zmq.RCVHWM, HIGH_WATER)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.SUBSCRIBE, b"")
+    socket.connect(endpoint)
+
+    async def forward() -> None:
+        while True:
+            raw = await socket.recv()
+            try:
+                frame = decode_msgpack(raw)
+            except msgspec.DecodeError as error:
+                logger.warning("frame_unreadable", endpoint=endpoint, bytes=len(raw), error=str(error))
+                continue
+            if isinstance(frame, VerificationStep):
+                requests = [msgspec.structs.replace(r, request=our_request_id(r.request)) for r in frame.requests]
+                frame = msgspec.structs.replace(frame, requests=requests)
+            hub.publish(frame)
+
+    try:
+        async with owned_task(forward(), "engine_source"):
+            yield
+    finally:
+        socket.close()
+        context.term()

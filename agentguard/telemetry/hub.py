@@ -1,0 +1,58 @@
+"""Fan-out of events inside the gateway. Publishing never waits and never holds more than each subscriber's bound."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+
+from agentguard.events import Event
+
+Sink = Callable[[Event], None]
+
+
+class Subscription:
+    """A bounded queue; when it is full the oldest event is dropped and counted."""
+
+    def __init__(self, limit: int) -> None:
+        self._queue: asyncio.Queue[Event] = asyncio.Queue(limit)
+        self.dropped = 0
+
+    def put(self, event: Event) -> None:
+        if self._queue.full():
+            self._queue.get_nowait()
+            self.dropped += 1
+        self._queue.put_nowait(event)
+
+    async def get(self) -> Event:
+        return await self._queue.get()
+
+    async def __aiter__(self) -> AsyncIterator[Event]:
+        while True:
+            yield await self.get()
+
+
+class Hub:
+    """The one place events go through. ``publish`` is synchronous: call it from the loop's thread."""
+
+    def __init__(self) -> None:
+        self._sinks: list[Sink] = []
+
+    def publish(self, event: Event) -> None:
+        for sink in self._sinks:
+            sink(event)
+
+    @contextmanager
+    def sink(self, sink: Sink) -> Iterator[None]:
+        """Call ``sink`` for every event; it must return at once."""
+        self._sinks.append(sink)
+        try:
+            yield
+        finally:
+            self._sinks.remove(sink)
+
+    @contextmanager
+    def subscribe(self, limit: int = 1024) -> Iterator[Subscription]:
+        subscription = Subscription(limit)
+        with self.sink(subscription.put):
+            yield subscription
