@@ -95,4 +95,5 @@ def _run(plan: StudyPlan, model: str | None, draft: str, json_path: Path | None,
     title = (
         f"{plan.suite.name}: {n} sessions an arm, {plan.suite.steps} steps each, seed {plan.seed}, K = {policy.engine.draft_tokens}"
     )
-    Console().print(render(outcome.rows, title))
+    for table in render(outcome.rows, title):
+        Console().print(table)

@@ -9,6 +9,7 @@ from typing import Any
 import httpx2
 
 from agentguard.engines.base import EngineInfo, Stream
+from agentguard.engines.http import http_client
 from agentguard.errors import EngineDiedError, EngineError, EngineRequestError
 
 MAX_EVENT_BYTES = 8 << 20
@@ -26,17 +27,13 @@ class OpenAIEngine:
         api_key: str | None = None,
         connect_timeout_s: float = 5.0,
         read_timeout_s: float = 300.0,
-        transport: httpx2.AsyncBaseTransport | None = None,
     ) -> None:
         self.name = name
         self.url = url.rstrip("/")
-        self._client = httpx2.AsyncClient(
-            base_url=self.url,
+        self._client = http_client(
+            self.url,
             headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
             timeout=httpx2.Timeout(connect=connect_timeout_s, read=read_timeout_s, write=30.0, pool=None),
-            limits=httpx2.Limits(max_connections=512, max_keepalive_connections=64),
-            transport=transport,
-            trust_env=False,
         )
 
     async def aclose(self) -> None:

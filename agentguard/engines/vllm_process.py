@@ -27,6 +27,7 @@ from typing import Any
 
 import httpx2
 
+from agentguard.engines.http import http_client
 from agentguard.errors import ConfigError, EngineDiedError, EngineStartError
 from agentguard.policy import Policy
 
@@ -203,7 +204,7 @@ def tail(log: Path) -> str:
 
 async def _until_healthy(engine: VllmProcess, timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
-    async with httpx2.AsyncClient(base_url=engine.url, timeout=2.0, trust_env=False) as client:
+    async with http_client(engine.url, timeout=2.0) as client:
         while time.monotonic() < deadline:
             if engine.process.returncode is not None:
                 raise EngineStartError(

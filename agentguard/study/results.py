@@ -8,7 +8,7 @@ from typing import Any
 
 from agentguard.economics.ratios import Ratio, paired_ratio
 from agentguard.errors import AgentGuardError
-from agentguard.events import Event, Graded, StepFinished
+from agentguard.events import Event, Graded, StepFinished, StepStarted
 from agentguard.rulespec import RuleSpec
 
 
@@ -55,8 +55,11 @@ def summarise(events: Iterable[Event]) -> list[ArmResult]:
     arms: dict[str, dict[str, list[StepFinished]]] = {}
     finished: dict[tuple[str, int], StepFinished] = {}
     right: dict[str, int] = {}
+    seen: dict[str, None] = {}
     for event in events:
-        if isinstance(event, StepFinished):
+        if isinstance(event, StepStarted):
+            seen.setdefault(event.rule)
+        elif isinstance(event, StepFinished):
             finished[event.session, event.step] = event
         elif isinstance(event, Graded):
             step = finished[event.session, event.step]
@@ -67,7 +70,7 @@ def summarise(events: Iterable[Event]) -> list[ArmResult]:
             "the recording has no strict arm, so λ and gain have no baseline; run the study with 'strict' among --arms"
         )
     strict = arms["strict"]
-    order = ["strict", *(arm for arm in arms if arm != "strict")]
+    order = sorted(arms, key=lambda arm: (arm != "strict", list(seen).index(arm)))
     for arm in order:
         if arms[arm].keys() != strict.keys():
             missing = sorted(arms[arm].keys() ^ strict.keys())

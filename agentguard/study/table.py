@@ -1,39 +1,46 @@
-"""The study's table for a terminal."""
+"""The study's table for a terminal: a column an arm, so that it fits 80 characters."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rich.table import Table
 
 from agentguard.economics.ratios import Ratio
 from agentguard.study.results import ArmResult
 
+ARMS_A_TABLE = 3
+CAPTION = "λ and rounds are ratios to strict [95 % interval]; a rule pays when gain > λ, that is when rounds < 1"
+LINES: tuple[tuple[str, Callable[[ArmResult], str]], ...] = (
+    ("support filter", lambda r: "on" if r.filter else "off"),
+    ("sessions / steps", lambda r: f"{r.sessions} / {r.steps}"),
+    ("answers right", lambda r: f"{r.right} ({r.right / r.steps:.0%})"),
+    ("tokens", lambda r: str(r.tokens)),
+    ("think share", lambda r: f"{r.think_tokens / r.tokens:.0%}" if r.tokens else "-"),
+    ("accepted length ℓ", lambda r: f"{r.accepted_length:.2f}"),
+    ("gain", lambda r: f"{r.gain:.2f}"),
+    ("λ", lambda r: _interval(r, r.inflation)),
+    ("rounds ratio", lambda r: _interval(r, r.rounds_ratio)),
+    ("closes", lambda r: str(r.closes)),
+    ("empty answers", lambda r: str(r.empty_answers)),
+    ("TTLT, mean s", lambda r: f"{r.ttlt_s:.2f}"),
+)
 
-def render(rows: Sequence[ArmResult], title: str) -> Table:
-    table = Table(title=title, caption="λ and rounds: ratio to strict [95 % interval]. A rule pays when gain > λ, i.e. rounds < 1.")
-    table.add_column("rule", overflow="fold", min_width=14)
-    for heading in ("steps", "right", "tokens", "think", "ℓ", "gain", "λ", "rounds", "closes", "empty", "TTLT s"):
-        table.add_column(heading, justify="right")
+
+def render(rows: Sequence[ArmResult], title: str) -> list[Table]:
+    """As many tables as the arms need, strict first."""
+    return [_table(rows[i : i + ARMS_A_TABLE], title) for i in range(0, len(rows), ARMS_A_TABLE)]
+
+
+def _table(rows: Sequence[ArmResult], title: str) -> Table:
+    table = Table(title=title, caption=CAPTION)
+    table.add_column("rule", no_wrap=True)
     for row in rows:
-        share = row.think_tokens / row.tokens if row.tokens else 0.0
-        strict = row.rule == "strict"
-        table.add_row(
-            row.rule.replace(",", ", "),
-            str(row.steps),
-            f"{row.right} ({row.right / row.steps:.0%})",
-            str(row.tokens),
-            f"{share:.0%}",
-            f"{row.accepted_length:.2f}",
-            f"{row.gain:.2f}",
-            "1" if strict else _interval(row.inflation),
-            "1" if strict else _interval(row.rounds_ratio),
-            str(row.closes),
-            str(row.empty_answers),
-            f"{row.ttlt_s:.2f}",
-        )
+        table.add_column(row.rule.replace(",", ", "), justify="right")
+    for heading, cell in LINES:
+        table.add_row(heading, *(cell(row) for row in rows))
     return table
 
 
-def _interval(ratio: Ratio) -> str:
-    return f"{ratio.value:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]"
+def _interval(row: ArmResult, ratio: Ratio) -> str:
+    return "1" if row.rule == "strict" else f"{ratio.value:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]"

@@ -9,12 +9,13 @@ from __future__ import annotations
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-SPECIAL = ("<|pad|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>")
+CONTROL = ("<|pad|>", "<|im_start|>", "<|im_end|>")
+MARKERS = ("<think>", "</think>")
 WORDS = ("system", "user", "assistant", "tool", "check", "ans", " ok", " no", "no")
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz+-=;?!., \n"
 NUMBERS = tuple(str(i) for i in range(100))
 BYTES = tuple(f"<0x{i:02X}>" for i in range(256))
-VOCABULARY = (*SPECIAL, *WORDS, *CHARACTERS, *NUMBERS, *BYTES)
+VOCABULARY = (*CONTROL, *MARKERS, *WORDS, *CHARACTERS, *NUMBERS, *BYTES)
 # the embedding is padded to a multiple of 32 rows; the rows after the vocabulary are never produced
 EMBEDDING_ROWS = -(-len(VOCABULARY) // 32) * 32
 
@@ -30,7 +31,9 @@ def build() -> PreTrainedTokenizerFast:
     words = "|".join(sorted(WORDS, key=len, reverse=True))
     tok.pre_tokenizer = pre_tokenizers.Split(Regex(rf"{words}|[1-9]\d(?!\d)|[\s\S]"), "isolated")
     tok.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
-    tok.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in SPECIAL])
+    tok.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in CONTROL])
+    # not special, as in Qwen3's tokenizer: vLLM's reasoning parsers look for the markers in the text and lose the answer without
+    tok.add_tokens([AddedToken(t, special=False, normalized=False) for t in MARKERS])
     return PreTrainedTokenizerFast(
         tokenizer_object=tok,
         eos_token="<|im_end|>",

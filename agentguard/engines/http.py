@@ -1,0 +1,19 @@
+"""The HTTP client every part uses towards an engine or a gateway."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Mapping
+
+import httpx2
+
+
+def http_client(url: str, *, timeout: httpx2.Timeout | float, headers: Mapping[str, str] | None = None) -> httpx2.AsyncClient:
+    """A pooled client for one server, deaf to proxy variables.
+
+    For http:// it gets an empty TLS context, which trusts nobody: reading the CA bundle would block the event loop for some
+    20 ms, and plain HTTP has no use for it.
+    """
+    verify: ssl.SSLContext | bool = True if url.startswith("https://") else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    limits = httpx2.Limits(max_connections=512, max_keepalive_connections=64)
+    return httpx2.AsyncClient(base_url=url, headers=headers, timeout=timeout, limits=limits, verify=verify, trust_env=False)

@@ -1,0 +1,45 @@
+"""Shared fixtures. Engine fixtures start real vLLM processes and are shared by the whole session (about 40 s each here)."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+
+import httpcore2  # noqa: F401  # httpx2 imports it with its first client, which would read files on the loop
+import pytest
+import pytest_asyncio
+from blockbuster import BlockBuster, blockbuster_ctx
+
+from agentguard.events import Event
+from agentguard.gateway.server import Stack, serve_stack
+from agentguard.policy import Policy
+from agentguard.reference import reference_model
+from agentguard.telemetry.hub import Hub
+
+
+@pytest.fixture(autouse=True)
+def no_blocking_calls() -> Iterator[BlockBuster]:
+    """A blocking call of ours on a running event loop fails the test."""
+    with blockbuster_ctx("agentguard") as blockbuster:
+        yield blockbuster
+
+
+class RunningStack:
+    """The session's engine and gateway, with every event since the start."""
+
+    def __init__(self, stack: Stack, events: list[Event]) -> None:
+        self.stack = stack
+        self.events = events
+
+
+@pytest.fixture(scope="session")
+def reference_policy() -> Policy:
+    return Policy(model=str(reference_model("target")), draft=str(reference_model("draft")))
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def running(reference_policy: Policy) -> AsyncIterator[RunningStack]:
+    events: list[Event] = []
+    hub = Hub()
+    with hub.sink(events.append):
+        async with serve_stack(reference_policy, hub=hub) as stack:
+            yield RunningStack(stack, events)

@@ -1,0 +1,329 @@
+"""The guard and its gateway against a scripted upstream: what goes up, what comes down, and what faults become."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from typing import Any
+
+import httpx2
+import pytest
+
+from agentguard.engines.openai_http import OpenAIEngine
+from agentguard.errors import ConfigError, EngineDiedError, EngineError, EngineRequestError
+from agentguard.events import EngineDied, Event, StepFinished, StepStarted
+from agentguard.gateway.server import gateway
+from agentguard.middleware import Guard
+from agentguard.policy import Policy
+from agentguard.session import Identity
+from agentguard.telemetry.hub import Hub
+from tests.scripted import A, B, END, START, STOP, USAGE, Script, chunk, upstream
+
+ME = Identity("", "me")
+ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 100}
+THINKS_AND_ANSWERS = [
+    chunk([], role="assistant"),
+    chunk([A, A], reasoning="aa"),
+    chunk([A, END, B], reasoning="a", content="b"),
+    chunk([B, STOP], content="b", finish="stop"),
+    USAGE,
+]
+
+
+class Rig:
+    def __init__(self, guard: Guard, events: list[Event], url: str) -> None:
+        self.guard = guard
+        self.events = events
+        self.url = url
+
+    async def step(self, body: dict[str, Any] | None = None, identity: Identity = ME) -> list[dict[str, Any]]:
+        return [c async for c in self.guard.stream(body or ASK, identity)]
+
+    def finished(self) -> StepFinished:
+        return [e for e in self.events if isinstance(e, StepFinished)][-1]
+
+    def started(self) -> StepStarted:
+        return [e for e in self.events if isinstance(e, StepStarted)][-1]
+
+
+@asynccontextmanager
+async def rig(script: Script, *, api_key: str | None = None, **policy: Any) -> AsyncIterator[Rig]:
+    events: list[Event] = []
+    hub = Hub()
+    async with upstream(script) as url:
+        engine = OpenAIEngine(url, read_timeout_s=10)
+        with hub.sink(events.append):
+            guard = await Guard.open(engine, Policy(model="scripted", **policy), hub)
+            async with gateway(guard, api_key=api_key) as gateway_url:
+                yield Rig(guard, events, gateway_url)
+        await engine.aclose()
+
+
+def text(chunks: list[dict[str, Any]], key: str = "content") -> str:
+    return "".join((c["choices"][0]["delta"].get(key) or "") for c in chunks if c["choices"])
+
+
+async def test_a_step_is_counted_by_kind() -> None:
+    async with rig(Script(chat=list(THINKS_AND_ANSWERS))) as r:
+        chunks = await r.step()
+        assert (text(chunks, "reasoning"), text(chunks)) == ("aaa", "bb")
+        step = r.finished()
+        assert (step.think_tokens, step.answer_tokens, step.marker_tokens, step.tokens) == (3, 2, 2, 7)
+        assert (step.rounds, step.drafted, step.accepted) == (4, 24, 9)
+        assert (step.closed, step.empty_answer, step.continued, step.error, step.finish_reason) == ("", False, False, "", "stop")
+        assert chunks[-1]["usage"] == {
+            "prompt_tokens": 3, "completion_tokens": 7, "total_tokens": 10, "completion_tokens_details": {"reasoning_tokens": 3},
+        }  # fmt: skip
+
+
+async def test_budget_rule_and_session_go_up() -> None:
+    script = Script(chat=list(THINKS_AND_ANSWERS))
+    async with rig(script, rule="cactus:0.25,p_min=0.1") as r:
+        await r.step({**ASK, "temperature": 0.7, "tools": [], "max_completion_tokens": 90})
+    (_, body, headers) = script.seen[0]
+    assert body["max_tokens"] == 90
+    assert "max_completion_tokens" not in body
+    assert body["thinking_token_budget"] == r.started().think_cap == 45
+    assert body["vllm_xargs"] == {"ag_rule": "cactus:delta=0.25,p_min=0.1", "ag_phase": "think"}
+    assert body["temperature"] == 0.7
+    assert headers["x-session-id"] == "me"
+    assert headers["x-request-id"] == r.started().request
+
+
+async def test_the_clients_own_think_budget_is_kept_when_it_is_smaller() -> None:
+    script = Script(chat=list(THINKS_AND_ANSWERS))
+    async with rig(script) as r:
+        await r.step({**ASK, "thinking_token_budget": 3})
+        assert script.seen[0][1]["thinking_token_budget"] == 3
+        # the prompt's own think tokens (none after START) and three more reach the budget: the engine closed it
+        assert (r.started().bound_by, r.finished().closed) == ("client", "client")
+        await r.step({**ASK, "thinking_token_budget": 5000})
+        assert script.seen[1][1]["thinking_token_budget"] == r.started().think_cap < 100
+
+
+async def test_token_ids_are_hidden_unless_asked_for() -> None:
+    async with rig(Script(chat=list(THINKS_AND_ANSWERS))) as r:
+        assert not any("token_ids" in c["choices"][0] for c in await r.step() if c["choices"])
+        asked = await r.step({**ASK, "return_token_ids": True})
+        assert [i for c in asked if c["choices"] for i in c["choices"][0].get("token_ids", [])] == [A, A, A, END, B, B, STOP]
+
+
+@pytest.mark.parametrize(
+    ("chat", "behind"),
+    [
+        ([chunk([A, A, STOP], reasoning="aa", finish="stop"), USAGE], [A, A, END]),
+        ([chunk([A, END, STOP], reasoning="a", finish="stop"), USAGE], [A, END]),
+        ([chunk([A, A], reasoning="aa", finish="length"), USAGE], [A, A, END]),
+    ],
+    ids=["stops inside the trace", "stops after the marker", "length inside the trace"],
+)
+async def test_a_step_without_an_answer_is_continued_behind_its_trace(chat: list[Any], behind: list[int]) -> None:
+    answer = chunk([B, STOP], finish="stop")
+    answer["choices"][0] |= {"text": "b"}
+    script = Script(chat=chat, complete=[answer, USAGE])
+    async with rig(script) as r:
+        chunks = await r.step()
+        assert text(chunks) == "b"
+        finishes = [c["choices"][0]["finish_reason"] for c in chunks if c["choices"]]
+        assert finishes.count("stop") == 1
+        assert finishes[-1] == "stop"
+        assert script.seen[1][1]["prompt"] == [5, 6, START, *behind]
+        step = r.finished()
+        assert (step.continued, step.empty_answer, step.answer_tokens, step.rounds) == (True, False, 1, 8)
+        assert step.tokens == step.think_tokens + step.answer_tokens + step.marker_tokens
+
+
+async def test_a_tool_call_is_an_answer() -> None:
+    call = [{"index": 0, "id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+    script = Script(chat=[chunk([A, END, B], reasoning="a", tool_calls=call), chunk([STOP], finish="tool_calls"), USAGE])
+    async with rig(script) as r:
+        await r.step()
+        assert (r.finished().continued, r.finished().empty_answer) == (False, False)
+
+
+async def test_an_answer_that_stays_empty_is_reported() -> None:
+    nothing = chunk([STOP], finish="stop")
+    nothing["choices"][0] |= {"text": ""}
+    script = Script(chat=[chunk([A, STOP], reasoning="a", finish="stop"), USAGE], complete=[nothing, USAGE])
+    async with rig(script) as r:
+        await r.step()
+        assert r.finished().empty_answer
+
+
+async def test_steps_of_a_session_are_counted_and_its_answers_set_the_reserve() -> None:
+    long_answer = [chunk([A, END], reasoning="a"), chunk([B] * 300, content="b" * 300), chunk([STOP], finish="stop"), USAGE]
+    async with rig(Script(chat=long_answer)) as r:
+        await r.step({**ASK, "max_tokens": 900})
+        await r.step({**ASK, "max_tokens": 900})
+        assert [e.step for e in r.events if isinstance(e, StepStarted)] == [1, 2]
+        assert (r.started().think_cap, r.started().bound_by) == (600, "reserve")
+        await r.step({**ASK, "max_tokens": 900}, Identity("", "another"))
+        assert (r.started().step, r.started().bound_by) == (1, "fraction")
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"n": 2}, "n=2"),
+        ({"vllm_xargs": {"ag_rule": "cactuz:1"}}, "did you mean 'cactus'"),
+        ({"vllm_xargs": {"ag_rule": 3}}, "write the rule as a string"),
+    ],
+)
+async def test_a_bad_request_names_the_field_and_reaches_nothing(change: dict[str, Any], named: str) -> None:
+    script = Script(chat=list(THINKS_AND_ANSWERS))
+    async with rig(script) as r:
+        with pytest.raises(ConfigError, match=named):
+            await r.step({**ASK, **change})
+        async with httpx2.AsyncClient(base_url=r.url) as client:
+            reply = await client.post("/v1/chat/completions", json={**ASK, **change})
+        assert reply.status_code == 400
+        assert named in reply.json()["error"]["message"]
+        assert script.seen == []
+        assert not any(isinstance(e, StepStarted) for e in r.events)
+
+
+async def test_a_prompt_that_fills_the_window_is_refused_with_the_remedy() -> None:
+    async with rig(Script(prompt=[5] * 999 + [START])) as r:
+        with pytest.raises(ConfigError, match="fills the context window of 1000 tokens; compact it"):
+            await r.step()
+
+
+async def test_an_upstream_refusal_keeps_its_status_and_message() -> None:
+    async with rig(Script(status=429)) as r:
+        with pytest.raises(EngineRequestError, match="scripted refusal"):
+            await r.step()
+        assert "scripted refusal" in r.finished().error
+        async with httpx2.AsyncClient(base_url=r.url) as client:
+            assert (await client.post("/v1/chat/completions", json=ASK)).status_code == 429
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        Script(chat=[chunk([A], reasoning="a")], hang_up=True),
+        Script(chat=[chunk([A], reasoning="a"), "data: {not json\n\n"]),
+    ],
+    ids=["connection lost", "broken json"],
+)
+async def test_an_engine_that_breaks_in_the_middle_ends_the_stream_with_an_error(script: Script) -> None:
+    async with rig(script) as r:
+        with pytest.raises(EngineDiedError):
+            await r.step()
+        assert r.finished().think_tokens == 1
+        assert r.finished().error
+        assert any(isinstance(e, EngineDied) for e in r.events)
+        async with httpx2.AsyncClient(base_url=r.url) as client:
+            reply = await client.post("/v1/chat/completions", json={**ASK, "stream": True})
+        events = [line[6:] for line in reply.text.splitlines() if line.startswith("data: ")]
+        assert "[DONE]" not in events
+        assert json.loads(events[-1])["error"]["code"] == 503
+
+
+async def test_a_stream_without_a_finish_reason_is_an_error_not_an_answer() -> None:
+    async with rig(Script(chat=[chunk([A, END, B], content="b"), USAGE])) as r:
+        with pytest.raises(EngineError, match="without a finish reason"):
+            await r.step()
+
+
+async def test_an_error_event_in_the_stream_is_raised() -> None:
+    failed = 'data: {"error": {"message": "EngineCore died", "code": 500}}\n\n'
+    async with rig(Script(chat=[chunk([A], reasoning="a"), failed])) as r:
+        with pytest.raises(EngineRequestError, match="EngineCore died"):
+            await r.step()
+
+
+async def test_closing_a_step_aborts_it_upstream_and_keeps_its_accounts() -> None:
+    script = Script(chat=[chunk([A, A], reasoning="aa")], hold=asyncio.Event())
+    async with rig(script) as r:
+        async with aclosing(r.guard.stream(ASK, ME)) as chunks:
+            await anext(chunks)
+        await asyncio.wait_for(script.aborted.wait(), 5)
+        assert (r.finished().error, r.finished().think_tokens) == ("cancelled", 2)
+
+
+async def test_cancelling_the_task_of_a_step_aborts_it_upstream() -> None:
+    script = Script(chat=[chunk([A, A], reasoning="aa")], hold=asyncio.Event())
+    async with rig(script) as r:
+        task = asyncio.create_task(r.step())
+        while not script.seen:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await asyncio.wait_for(script.aborted.wait(), 5)
+        assert r.finished().error == "cancelled"
+
+
+async def test_streamed_and_whole_replies_say_the_same() -> None:
+    async with rig(Script(chat=list(THINKS_AND_ANSWERS))) as r, httpx2.AsyncClient(base_url=r.url) as client:
+        whole = (await client.post("/v1/chat/completions", json=ASK)).json()
+        assert whole["object"] == "chat.completion"
+        assert whole["choices"][0]["message"] == {"role": "assistant", "content": "bb", "reasoning": "aaa"}
+        assert whole["choices"][0]["finish_reason"] == "stop"
+        assert whole["usage"]["completion_tokens"] == 7
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        streamed = (await client.post("/v1/chat/completions", json={**ASK, **options})).text
+        events = [line[6:] for line in streamed.splitlines() if line.startswith("data: ")]
+        assert events[-1] == "[DONE]"
+        assert text([json.loads(e) for e in events[:-1]]) == "bb"
+        assert json.loads(events[-2])["usage"] == whole["usage"]
+
+
+async def test_tool_calls_in_pieces_are_put_together() -> None:
+    def piece(**function: str) -> list[dict[str, Any]]:
+        return [{"index": 0, **({"id": "c1", "type": "function"} if "name" in function else {}), "function": function}]
+
+    script = Script(
+        chat=[
+            chunk([A, END], reasoning="a"), chunk([B], tool_calls=piece(name="run", arguments="")),
+            chunk([B], tool_calls=piece(arguments='{"a":')), chunk([B], tool_calls=piece(arguments="1}")),
+            chunk([STOP], finish="tool_calls"), USAGE,
+        ]
+    )  # fmt: skip
+    async with rig(script) as r, httpx2.AsyncClient(base_url=r.url) as client:
+        message = (await client.post("/v1/chat/completions", json=ASK)).json()["choices"][0]["message"]
+    assert message["tool_calls"] == [{"id": "c1", "type": "function", "function": {"name": "run", "arguments": '{"a":1}'}}]
+    assert message["content"] is None
+
+
+async def test_every_route_but_health_needs_the_key() -> None:
+    async with rig(Script(chat=list(THINKS_AND_ANSWERS)), api_key="s3cret") as r, httpx2.AsyncClient(base_url=r.url) as client:
+        assert (await client.get("/health")).status_code == 200
+        for path in ("/v1/models", "/agentguard/events", "/agentguard/sessions"):
+            assert (await client.get(path)).status_code == 401
+            assert (await client.get(path, headers={"Authorization": "Bearer wrong"})).status_code == 401
+        right = {"Authorization": "Bearer s3cret"}
+        assert (await client.get("/v1/models", headers=right)).json()["data"][0]["max_model_len"] == 1000
+        assert (await client.post("/v1/chat/completions", json=ASK, headers=right)).status_code == 200
+
+
+async def test_events_are_streamed_without_content() -> None:
+    async with rig(Script(chat=list(THINKS_AND_ANSWERS))) as r, httpx2.AsyncClient(base_url=r.url) as client:
+        async with client.stream("GET", "/agentguard/events") as response:
+            lines = response.aiter_lines()
+            await anext(lines)
+            async with httpx2.AsyncClient(base_url=r.url) as other:
+                await other.post("/v1/chat/completions", json=ASK, headers={"X-Session-Id": "fix-1234"})
+            seen = []
+            async for line in lines:
+                if line.startswith("data: "):
+                    seen.append(json.loads(line[6:]))
+                if len(seen) == 2:
+                    break
+        assert [e["type"] for e in seen] == ["step_started", "step_finished"]
+        assert seen[0]["session"] == "fix-1234"
+        assert (await client.get("/agentguard/sessions")).json()["sessions"][0]["tokens"] == 7
+
+
+async def test_a_body_that_is_no_object_is_a_400() -> None:
+    async with rig(Script()) as r, httpx2.AsyncClient(base_url=r.url) as client:
+        for raw in (b"", b"[]", b"{", b"\xff\xfe"):
+            reply = await client.post("/v1/chat/completions", content=raw)
+            assert reply.status_code == 400
+            assert "body" in reply.json()["error"]["message"]
