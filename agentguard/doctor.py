@@ -5,14 +5,23 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from agentguard.errors import AgentGuardError
 from agentguard.reference import DRAFTS, reference_model
 
-PROBE_TIMEOUT_S = 120
+PROBE_TIMEOUT_S = 180
+REMEDY = "set the environment up again with 'make clean install', and see that pip's torch is the build locks/engine-cpu.txt names"
+_IN_PROCESS = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+}
 # run in a child, so that a broken engine environment cannot take doctor down, and doctor stays free of torch
 _PROBE = """
 import json, sys
@@ -30,11 +39,20 @@ if out[0][1]:
     out.append(["rules, support filter, telemetry", not reason, reason or "verification seam fits this vLLM"])
     if current_platform.is_cpu():
         from vllm.v1.sample import rejection_sampler as sampler
+        current_platform.register_triton_kernel_overrides()
         x = torch.tensor([1.0, 2.0]); cu = torch.tensor([2, 3], dtype=torch.int32)
         broken = sampler.expand_batch_to_tokens(x, cu, 3).tolist() != [1.0, 1.0, 2.0]
         out.append(["CPU speculative sampling", True, "stock code is broken (vllm#55005); the plugin replaces it" if broken else
         "stock code is right"])
 print("PROBE" + json.dumps(out))
+"""
+_GENERATE = """
+import sys
+from vllm import LLM, SamplingParams
+options = {"max_model_len": 256, "max_num_seqs": 1, "enforce_eager": True, "distributed_executor_backend": "uni"}
+llm = LLM(sys.argv[1], disable_log_stats=True, **options)
+out = llm.generate([{"prompt_token_ids": [3]}], SamplingParams(max_tokens=1), use_tqdm=False)
+print("PROBE" + str(len(out[0].outputs[0].token_ids)))
 """
 
 
@@ -47,8 +65,8 @@ class Check:
     detail: str
 
 
-def examine() -> list[Check]:
-    """All checks, in the order a reader needs them."""
+def examine(*, generate: bool = False) -> list[Check]:
+    """All checks, in the order a reader needs them; ``generate`` adds a one-token generation with the reference target."""
     checks = [Check("python", sys.version_info >= (3, 11), f"{sys.version.split()[0]} (3.11 or newer)")]
     checks += _plugin()
     for extra, module, what in (
@@ -66,7 +84,7 @@ def examine() -> list[Check]:
             checks.append(Check(f"reference pair: {name}", True, str(reference_model(name))))
         except AgentGuardError as error:
             checks.append(Check(f"reference pair: {name}", False, str(error)))
-    return checks
+    return [*checks, _generation()] if generate else checks
 
 
 def _plugin() -> list[Check]:
@@ -75,12 +93,30 @@ def _plugin() -> list[Check]:
     entry = Check(
         "plugin entry point", registered, "registered" if registered else "agentguard-vllm is not installed: pip install -e ."
     )
+    found, failure = _child(_PROBE)
+    if found is None:
+        return [entry, Check("vLLM", False, f"cannot be imported: {failure}; {REMEDY}")]
+    return [entry, *(Check(name, on, detail) for name, on, detail in json.loads(found))]
+
+
+def _generation() -> Check:
+    name = "one-token generation"
     try:
-        done = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False)
+        found, failure = _child(_GENERATE, str(reference_model("target")), env={"HF_HUB_OFFLINE": "1"} | _IN_PROCESS)
+    except AgentGuardError as error:
+        return Check(name, False, str(error))
+    return Check(name, found == "1", "done" if found == "1" else f"failed: {failure}; {REMEDY}")
+
+
+def _child(code: str, *arguments: str, env: Mapping[str, str] | None = None) -> tuple[str | None, str]:
+    """Run Python code in a child: what it printed behind PROBE, or None and the last line of its errors."""
+    command = [sys.executable, "-c", code, *arguments]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False, env={**os.environ, **(env or {})}
+        )
     except subprocess.TimeoutExpired:
-        return [entry, Check("vLLM", False, f"its import took more than {PROBE_TIMEOUT_S} s")]
-    lines = [line for line in done.stdout.splitlines() if line.startswith("PROBE")]
-    if not lines:
-        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        return [entry, Check("vLLM", False, f"its import failed: {last}; run 'make install' again")]
-    return [entry, *(Check(name, on, detail) for name, on, detail in json.loads(lines[-1][5:]))]
+        return None, f"it took more than {PROBE_TIMEOUT_S} s"
+    lines = [line[5:] for line in done.stdout.splitlines() if line.startswith("PROBE")]
+    errors = [line for line in done.stderr.splitlines() if line.strip()] or ["no output"]
+    return (lines[-1], "") if lines else (None, errors[-1])

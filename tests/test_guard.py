@@ -19,7 +19,7 @@ from agentguard.middleware import Guard
 from agentguard.policy import Policy
 from agentguard.session import Identity
 from agentguard.telemetry.hub import Hub
-from tests.scripted import A, B, END, START, STOP, USAGE, Script, chunk, upstream
+from tests.scripted import END, START, STOP, USAGE, A, B, Script, chunk, upstream
 
 ME = Identity("", "me")
 ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 100}

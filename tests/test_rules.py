@@ -9,7 +9,7 @@ from engine_plugins import rules
 
 
 def enumerate_law(p: torch.Tensor, q: torch.Tensor, spec: str) -> tuple[torch.Tensor, float]:
-    """The output's law and the acceptance of stock sampling on the rule's pair: law(y) = q(y) a(y) + sum_x q(x)(1 - a(x)) R_x(y)."""
+    """Law and acceptance of stock sampling on the rule's pair: law(y) = q(y) a(y) + sum_x q(x)(1 - a(x)) R_x(y)."""
     rule, vocabulary = rules.get(spec), p.numel()
     law, acceptance = torch.zeros_like(p), 0.0
     for x in range(vocabulary):

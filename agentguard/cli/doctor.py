@@ -9,11 +9,12 @@ import click
 
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON list of checks.")
-def doctor(as_json: bool) -> None:
+@click.option("--generate", is_flag=True, help="Also load the reference target and generate one token (about 20 s).")
+def doctor(as_json: bool, generate: bool) -> None:
     """Say what works on this machine, and why not what doesn't. Exit status 1 when something is off."""
     from agentguard.doctor import examine
 
-    checks = examine()
+    checks = examine(generate=generate)
     if as_json:
         click.echo(json.dumps([{"check": c.name, "ok": c.ok, "detail": c.detail} for c in checks], indent=1))
     else:
