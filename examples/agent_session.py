@@ -1,6 +1,6 @@
 """A two-step agent session through the gateway: start it with `agentguard serve --recipe recipes/reference-pair.yaml` first.
 
-    python examples/agent_session.py http://127.0.0.1:8484
+python examples/agent_session.py http://127.0.0.1:8484
 """
 
 from __future__ import annotations
