@@ -101,6 +101,7 @@ class Guard:
         self.info = info
         self.sessions = Sessions(policy.max_sessions)
         self._markers = markers
+        self._engine_gone = False
 
     @classmethod
     async def open(cls, engine: Engine, policy: Policy, hub: Hub, markers: Markers | None = None) -> Guard:
@@ -148,8 +149,12 @@ class Guard:
             error = ""
         except AgentGuardError as failure:
             error = str(failure)
-            if isinstance(failure, EngineDiedError):
+            if isinstance(failure, EngineDiedError) and not self._engine_gone:
+                self._engine_gone = True
                 self.hub.publish(EngineDied(t=time.time(), engine=self.engine.name, reason=error))
+            raise
+        except Exception as failure:
+            error = f"internal: {failure!r}"
             raise
         finally:
             step = StepFinished(
@@ -207,7 +212,7 @@ class Guard:
         ids = list(account.ids)
         if account.finish_reason == "stop" and ids:
             ids.pop()
-        if self._markers.end not in ids:
+        if account.tally.inside:
             ids.append(self._markers.end)
             account.tally.markers += 1
             account.closed = account.closed or "no_answer"
@@ -215,7 +220,8 @@ class Guard:
         account.tally.inside = False
         limit = max(1, min(cap.reserve, cap.budget - account.tally.total))
         body = {k: upstream[k] for k in ("model", "temperature", "top_p", "top_k", "seed", "stop") if k in upstream}
-        body |= {"max_tokens": limit, "return_token_ids": True}
+        # the turn may not end at once again: a marker is followed by a newline and at least one token of the answer
+        body |= {"max_tokens": limit, "min_tokens": min(2, limit), "return_token_ids": True}
         async with aclosing(self.engine.complete([*prompt, *ids], body, f"{request_id}-answer")) as chunks:
             async for chunk in chunks:
                 if not chunk.get("choices"):

@@ -116,8 +116,9 @@ async def test_token_ids_are_hidden_unless_asked_for() -> None:
         ([chunk([A, A, STOP], reasoning="aa", finish="stop"), USAGE], [A, A, END]),
         ([chunk([A, END, STOP], reasoning="a", finish="stop"), USAGE], [A, END]),
         ([chunk([A, A], reasoning="aa", finish="length"), USAGE], [A, A, END]),
+        ([chunk([A, END, START, A], reasoning="aa", finish="length"), USAGE], [A, END, START, A, END]),
     ],
-    ids=["stops inside the trace", "stops after the marker", "length inside the trace"],
+    ids=["stops inside the trace", "stops after the marker", "length inside the trace", "length inside a second trace"],
 )
 async def test_a_step_without_an_answer_is_continued_behind_its_trace(chat: list[Any], behind: list[int]) -> None:
     answer = chunk([B, STOP], finish="stop")

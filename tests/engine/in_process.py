@@ -1,7 +1,8 @@
-"""One engine in this process, for exact comparisons: `python -m tests.engine.in_process stock|plugin OUT.json`.
+"""One engine in this process, for exact comparisons: `python -m tests.engine.in_process KIND OUT.json`.
 
 Writes the token ids of 64 requests of 220 tokens at temperature 1 (float32, one batch, same seed), and with the plugin also
-what its tap saw. `stock` is vLLM as it is with only the CPU correction, without which temperature > 0 is void.
+what its tap saw. KIND is `plugin`, `plugin-idle` (nobody listens to the tap) or `stock`, which is vLLM as it is with only the
+CPU correction, without which temperature > 0 is void.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import random
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,7 @@ def main(kind: str, out: Path) -> None:
     rng = random.Random(7)
     endpoint = f"ipc://{tempfile.mkdtemp()}/tap"
     options: dict[str, Any] = {}
-    if kind == "plugin":
+    if kind != "stock":
         options = {"worker_cls": "engine_plugins.vllm.worker.Worker", "additional_config": {"agentguard": {"telemetry": endpoint}}}
     else:
         cpu_fixes.install(rejection_sampler)
@@ -59,11 +61,15 @@ def main(kind: str, out: Path) -> None:
         socket.connect(endpoint)
         socket.poll(300)  # until the subscription has arrived; nothing is sent before a step
 
+    seconds: list[float] = []
+
     def generate(rule: str | None) -> tuple[list[list[int]], list[Any], dict[str, int]]:
         before = counters(llm)
         extra = {"ag_rule": rule, "ag_phase": "both"} if rule else None
         params = SamplingParams(temperature=1.0, max_tokens=TOKENS, ignore_eos=True, extra_args=extra)
+        started = time.perf_counter()
         outputs = llm.generate(prompts, params, use_tqdm=False)
+        seconds.append(time.perf_counter() - started)
         verified = []
         while socket is not None and socket.poll(200):
             frame = decode_msgpack(socket.recv())
@@ -74,7 +80,7 @@ def main(kind: str, out: Path) -> None:
         return [list(o.outputs[0].token_ids) for o in outputs], verified, counted
 
     ids, verified, counted = generate(None)
-    result: dict[str, Any] = {"ids": ids, "engine": counted}
+    result: dict[str, Any] = {"ids": ids, "engine": counted, "seconds": seconds[0]}
     if kind == "plugin":
         result["tap"] = tally(verified)
         _, verified, counted = generate("interp:w=1")
