@@ -30,8 +30,11 @@ def main() -> None:
                 subprocess.run([sys.executable, "-m", "tests.engine.in_process", kind, str(out)], check=True, capture_output=True)
                 seconds[kind].append(json.loads(out.read_text())["seconds"])
     stock = statistics.median(seconds["stock"])
-    rows = {k: {"seconds": [round(s, 2) for s in v], "ratio_to_stock": round(statistics.median(v) / stock, 3)} for k, v in
-    seconds.items()} print(json.dumps(rows, indent=1))
+    rows = {
+        kind: {"seconds": [round(s, 2) for s in values], "ratio_to_stock": round(statistics.median(values) / stock, 3)}
+        for kind, values in seconds.items()
+    }
+    print(json.dumps(rows, indent=1))
 
 
 if __name__ == "__main__":

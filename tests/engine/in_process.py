@@ -1,8 +1,8 @@
 """One engine in this process, for exact comparisons: `python -m tests.engine.in_process KIND OUT.json`.
 
 Writes the token ids of 64 requests of 220 tokens at temperature 1 (float32, one batch, same seed), and with the plugin also
-what its tap saw. KIND is `plugin`, `plugin-idle` (nobody listens to the tap) or `stock`, which is vLLM as it is with only the
-CPU correction, without which temperature > 0 is void.
+what its tap saw. KIND is `plugin`, `plugin-idle` (nobody listens to the tap) or `stock`: vLLM as it is with only the CPU
+correction, without which temperature > 0 is void.
 """
 
 from __future__ import annotations
