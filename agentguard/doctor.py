@@ -24,7 +24,7 @@ _IN_PROCESS = {
 }
 # run in a child, so that a broken engine environment cannot take doctor down, and doctor stays free of torch
 _PROBE = """
-import json, sys
+import json, os, sys
 from engine_plugins.vllm import compat
 out = [[f.name, f.on, f.reason] for f in compat.gate()]
 if out[0][1]:
@@ -32,7 +32,8 @@ if out[0][1]:
     from vllm.platforms import current_platform
     from vllm.triton_utils import HAS_TRITON
     out[0][2] = f"vLLM {compat.vllm_version()} on torch {torch.__version__}, platform {current_platform.device_type}"
-    runner = "V2" if HAS_TRITON and not current_platform.is_cpu() else "V1"
+    asked = os.environ.get("VLLM_USE_V2_MODEL_RUNNER")
+    runner = "V2" if HAS_TRITON and not current_platform.is_cpu() and asked != "0" else "V1"
     why = "" if runner == "V1" else "; agentguard drives V1 only so far: start the engine with VLLM_USE_V2_MODEL_RUNNER=0"
     out.append(["model runner", runner == "V1", runner + why])
     reason = compat.rules_block_reason()

@@ -52,13 +52,16 @@ class Verified(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class VerificationStep(msgspec.Struct, frozen=True, kw_only=True, tag="verification_step"):
-    """One engine step with drafts: the telemetry frame. ``dropped`` counts frames the tap could not send before this one."""
+    """One engine step with drafts: the telemetry frame.
+
+    ``step`` numbers the frames of an engine; ``lost`` is how many before this one never reached the gateway.
+    """
 
     t: float
     engine: str
     step: int
-    dropped: int
     requests: list[Verified]
+    lost: int = 0
 
 
 class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag="engine_ready"):

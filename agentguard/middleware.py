@@ -43,9 +43,12 @@ class ChatRequest(BaseModel):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     thinking_token_budget: Annotated[int, Field(ge=-1)] | None = None
     n: Annotated[int, Field(ge=1, le=1)] | None = None
-    stream: bool = False
-    return_token_ids: bool = False
-    vllm_xargs: dict[str, Any] = Field(default_factory=dict)
+    stream: bool | None = None
+    stream_options: dict[str, Any] | None = None
+    return_token_ids: bool | None = None
+    include_reasoning: bool | None = None
+    tools: list[Any] | None = None
+    vllm_xargs: dict[str, Any] | None = None
 
     @classmethod
     def read(cls, body: Mapping[str, Any]) -> ChatRequest:
@@ -66,8 +69,10 @@ class ChatRequest(BaseModel):
 class _Account:
     """What a running step has produced so far."""
 
+    prompt: list[int]
     tally: Tally
     opened_tokens: int
+    """Tokens of the prompt that already count against the think cap."""
     ids: list[int] = field(default_factory=list)
     text: str = ""
     tools: bool = False
@@ -75,20 +80,42 @@ class _Account:
     drafted: int | None = None
     accepted: int | None = None
     finish_reason: str = ""
+    stop_reason: int | str | None = None
     closed: str = ""
     continued: bool = False
+    estimated: bool = False
 
     def take_usage(self, chunk: Chunk) -> None:
-        """Add the engine's own counters from the final chunk."""
+        """Add the engine's own counters from the final chunk; a total that is not ours marks the counts as estimated."""
         spec = (chunk.get("metrics") or {}).get("speculative_decoding")
         if spec:
             self.rounds = (self.rounds or 0) + spec["num_spec_steps"]
             self.drafted = (self.drafted or 0) + spec["num_draft_tokens"]
             self.accepted = (self.accepted or 0) + spec["num_accepted_draft_tokens"]
+        total = (chunk.get("usage") or {}).get("completion_tokens")
+        if not self.continued and total is not None and total != len(self.ids):
+            self.estimated = True
+
+    def take_finish(self, choice: Mapping[str, Any]) -> None:
+        if choice.get("finish_reason"):
+            self.finish_reason = choice["finish_reason"]
+            self.stop_reason = choice.get("stop_reason")
+
+    @property
+    def turn_ended(self) -> bool:
+        """The model ended its turn: the last token is the end of turn. With a stop string of the client's it is a real token."""
+        return self.finish_reason in ("stop", "tool_calls") and not isinstance(self.stop_reason, str)
 
     @property
     def empty(self) -> bool:
         return not self.text.strip() and not self.tools
+
+
+# what a continuation takes over from its request: how tokens are drawn and what the answer must look like
+_CONTINUED = (
+    "model", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "presence_penalty", "frequency_penalty",
+    "repetition_penalty", "logit_bias", "bad_words", "response_format", "structured_outputs", "vllm_xargs", "priority",
+)  # fmt: skip
 
 
 class Guard:
@@ -124,13 +151,14 @@ class Guard:
         iterator cancels the step in the engine; its accounts are published either way.
         """
         request = ChatRequest.read(body)
+        if request.model not in (None, self.info.model):
+            raise ConfigError("model", request.model, f"this gateway serves {self.info.model!r}; ask for that, or leave it out")
         xargs = self._xargs(request)
         session = self.sessions.get(identity)
         prompt = await self.engine.tokenize_chat({"model": self.info.model, **body})
         cap = self._cap(request, session, len(prompt))
         number, request_id = session.next_step(), uuid.uuid4().hex
-        tally, opened_tokens = self._open_tally(prompt)
-        account = _Account(tally, opened_tokens)
+        account = _Account(prompt, *self._open_tally(prompt))
         started, error = time.perf_counter(), "cancelled"
         self.hub.publish(
             StepStarted(
@@ -141,12 +169,12 @@ class Guard:
         upstream = {**body, "model": self.info.model, "max_tokens": cap.budget, "return_token_ids": True, "vllm_xargs": xargs}
         for key in ("stream", "stream_options", "max_completion_tokens"):
             upstream.pop(key, None)
-        upstream["thinking_token_budget"] = cap.think_cap
+        upstream |= {"thinking_token_budget": cap.think_cap, "include_reasoning": True}
         try:
-            async with aclosing(self._run(request, upstream, prompt, cap, account, request_id, identity.session)) as chunks:
+            async with aclosing(self._run(request, upstream, cap, account, request_id, identity.session)) as chunks:
                 async for chunk in chunks:
                     yield chunk
-            error = ""
+            error, self._engine_gone = "", False
         except AgentGuardError as failure:
             error = str(failure)
             if isinstance(failure, EngineDiedError) and not self._engine_gone:
@@ -157,24 +185,28 @@ class Guard:
             error = f"internal: {failure!r}"
             raise
         finally:
+            tally = account.tally
             step = StepFinished(
                 t=time.time(), session=str(identity), step=number, request=request_id, model=self.info.model, rule=xargs["ag_rule"],
-                prompt_tokens=len(prompt), tokens=tally.total, think_tokens=tally.think, answer_tokens=tally.answer,
+                prompt_tokens=len(account.prompt), tokens=tally.total, think_tokens=tally.think, answer_tokens=tally.answer,
                 marker_tokens=tally.markers, rounds=account.rounds, drafted=account.drafted, accepted=account.accepted,
                 closed=account.closed, continued=account.continued, empty_answer=account.empty and not error,
-                finish_reason=account.finish_reason, ttlt_s=time.perf_counter() - started, error=error,
+                finish_reason=account.finish_reason, estimated=account.estimated, ttlt_s=time.perf_counter() - started, error=error,
             )  # fmt: skip
             session.add(step)
             self.hub.publish(step)
 
     async def _run(
-        self, request: ChatRequest, upstream: dict[str, Any], prompt: list[int], cap: Cap, account: _Account,
-        request_id: str, session: str,
-    ) -> Stream:  # fmt: skip
+        self, request: ChatRequest, upstream: dict[str, Any], cap: Cap, account: _Account, request_id: str, session: str
+    ) -> Stream:
         last: Chunk | None = None
         usage: Chunk | None = None
         async with aclosing(self.engine.chat(upstream, request_id, session)) as chunks:
             async for chunk in chunks:
+                if chunk.get("prompt_token_ids"):
+                    # what was really served; a server may render a request differently from what /tokenize said
+                    account.prompt = chunk["prompt_token_ids"]
+                    account.tally, account.opened_tokens = self._open_tally(account.prompt)
                 if not chunk.get("choices"):
                     account.take_usage(chunk)
                     usage = chunk
@@ -184,33 +216,39 @@ class Guard:
                 delta = choice.get("delta") or {}
                 account.text += delta.get("content") or ""
                 account.tools = account.tools or bool(delta.get("tool_calls"))
+                account.take_finish(choice)
                 if choice.get("finish_reason"):
-                    account.finish_reason = choice["finish_reason"]
                     last = _public(chunk, request)
                     continue
                 yield _public(chunk, request)
-        account.tally.finish(stopped=account.finish_reason in ("stop", "tool_calls"))
+        account.tally.finish(stopped=account.turn_ended)
         if last is None:
             raise EngineError(f"engine {self.engine.name} ended request {request_id} without a finish reason")
-        if account.empty and account.tally.total < cap.budget:
-            yield _without_finish(last)
-            async with aclosing(self._continue(prompt, cap, upstream, account, request_id, last)) as chunks:
+        if self._continuable(request, account, cap):
+            yield _unfinished(last)
+            async with aclosing(self._continue(cap, upstream, request, account, request_id, last)) as chunks:
                 async for chunk in chunks:
                     yield chunk
-            last = _finish(last, account.finish_reason)
+            last = _choice(last, {}, account.finish_reason)
         yield last
         if usage is not None:
-            yield _usage(usage, account.tally, len(prompt))
+            yield _usage(usage, account)
+
+    def _continuable(self, request: ChatRequest, account: _Account, cap: Cap) -> bool:
+        """A step without an answer is continued, unless the client's own stop ended it, nothing of its budget is left, or it has
+        tools: what follows could be a tool call, and the completions route would hand it out as text."""
+        stopped_by_client = account.finish_reason == "stop" and account.stop_reason is not None
+        return account.empty and not stopped_by_client and not request.tools and account.tally.total < cap.budget
 
     async def _continue(
-        self, prompt: list[int], cap: Cap, upstream: Mapping[str, Any], account: _Account, request_id: str, shape: Chunk
+        self, cap: Cap, upstream: Mapping[str, Any], request: ChatRequest, account: _Account, request_id: str, shape: Chunk
     ) -> Stream:
         """A step that ended without an answer goes on behind its trace, at token level (vllm.md, section 14).
 
         The end-of-turn token is dropped, the end marker added where it is missing, and what follows is the answer.
         """
         ids = list(account.ids)
-        if account.finish_reason == "stop" and ids:
+        if account.turn_ended and ids:
             ids.pop()
         if account.tally.inside:
             ids.append(self._markers.end)
@@ -219,30 +257,32 @@ class Guard:
         account.continued = True
         account.tally.inside = False
         limit = max(1, min(cap.reserve, cap.budget - account.tally.total))
-        body = {k: upstream[k] for k in ("model", "temperature", "top_p", "top_k", "seed", "stop") if k in upstream}
+        body = {k: upstream[k] for k in _CONTINUED if k in upstream}
         # the turn may not end at once again: a marker is followed by a newline and at least one token of the answer
         body |= {"max_tokens": limit, "min_tokens": min(2, limit), "return_token_ids": True}
-        async with aclosing(self.engine.complete([*prompt, *ids], body, f"{request_id}-answer")) as chunks:
+        async with aclosing(self.engine.complete([*account.prompt, *ids], body, f"{request_id}-answer")) as chunks:
             async for chunk in chunks:
                 if not chunk.get("choices"):
                     account.take_usage(chunk)
                     continue
                 choice = chunk["choices"][0]
-                account.tally.feed(choice.get("token_ids") or [])
+                new = choice.get("token_ids") or []
+                account.tally.feed(new)
                 account.text += choice.get("text") or ""
-                if choice.get("finish_reason"):
-                    account.finish_reason = choice["finish_reason"]
-                if choice.get("text"):
-                    yield _content(shape, choice["text"])
-        account.tally.finish(stopped=account.finish_reason == "stop")
+                account.take_finish(choice)
+                if choice.get("text") or new:
+                    yield _public(_choice(shape, {"content": choice.get("text") or ""}, None, new), request)
+        account.tally.finish(stopped=account.turn_ended)
 
     def _count(self, account: _Account, ids: list[int], cap: Cap) -> None:
         was_inside = account.tally.inside
         account.tally.feed(ids)
         account.ids += ids
         left = was_inside and not account.tally.inside
-        if left and account.tally.think + account.opened_tokens >= cap.think_cap:
+        if left and account.tally.block + account.opened_tokens >= cap.think_cap:
             account.closed = cap.bound_by
+        if left:
+            account.opened_tokens = 0
 
     def _open_tally(self, prompt: list[int]) -> tuple[Tally, int]:
         """A tally that knows whether the prompt opened a block, and how many of its tokens already count against the cap."""
@@ -269,7 +309,7 @@ class Guard:
         return cap
 
     def _xargs(self, request: ChatRequest) -> dict[str, Any]:
-        xargs = dict(request.vllm_xargs)
+        xargs = dict(request.vllm_xargs or {})
         rule = xargs.get("ag_rule", self.policy.rule)
         if not isinstance(rule, str):
             raise ConfigError("vllm_xargs.ag_rule", rule, "write the rule as a string, for example 'cactus:delta=0.25'")
@@ -284,33 +324,36 @@ def _last(ids: list[int], token: int | None) -> int:
 
 
 def _public(chunk: Chunk, request: ChatRequest) -> Chunk:
-    """The chunk as the client asked for it: token ids only if it wanted them."""
-    if request.return_token_ids:
-        return chunk
-    choices = [{k: v for k, v in c.items() if k != "token_ids"} for c in chunk["choices"]]
-    return {k: v for k, v in chunk.items() if k != "prompt_token_ids"} | {"choices": choices}
+    """The chunk as the client asked for it: token ids only if it wanted them, reasoning unless it did not."""
+    choices = []
+    for choice in chunk["choices"]:
+        choice = dict(choice)
+        if not request.return_token_ids:
+            choice.pop("token_ids", None)
+        if request.include_reasoning is False:
+            hidden = ("reasoning", "reasoning_content")
+            choice["delta"] = {k: v for k, v in (choice.get("delta") or {}).items() if k not in hidden}
+        choices.append(choice)
+    shown = chunk if request.return_token_ids else {k: v for k, v in chunk.items() if k != "prompt_token_ids"}
+    return {**shown, "choices": choices}
 
 
-def _with_choice(chunk: Chunk, delta: dict[str, Any], finish: str | None) -> Chunk:
-    choice = {"index": 0, "delta": delta, "finish_reason": finish, "logprobs": None}
-    return chunk | {"choices": [choice]}
+def _choice(shape: Chunk, delta: dict[str, Any], finish: str | None, ids: list[int] | None = None) -> Chunk:
+    choice: dict[str, Any] = {"index": 0, "delta": delta, "finish_reason": finish, "logprobs": None}
+    if ids is not None:
+        choice["token_ids"] = ids
+    return {**shape, "choices": [choice]}
 
 
-def _without_finish(chunk: Chunk) -> Chunk:
-    return _with_choice(chunk, chunk["choices"][0].get("delta") or {}, None)
+def _unfinished(chunk: Chunk) -> Chunk:
+    """The last chunk of a step that goes on."""
+    return {**chunk, "choices": [{**chunk["choices"][0], "finish_reason": None, "stop_reason": None}]}
 
 
-def _finish(chunk: Chunk, reason: str) -> Chunk:
-    return _with_choice(chunk, {}, reason)
-
-
-def _content(shape: Chunk, text: str) -> Chunk:
-    return _with_choice(shape, {"content": text}, None)
-
-
-def _usage(chunk: Chunk, tally: Tally, prompt: int) -> Chunk:
+def _usage(chunk: Chunk, account: _Account) -> Chunk:
     """The usage chunk with the guard's counts, which cover a continuation too."""
+    prompt, total = len(account.prompt), account.tally.total
     usage = dict(chunk.get("usage") or {})
-    usage |= {"prompt_tokens": prompt, "completion_tokens": tally.total, "total_tokens": prompt + tally.total}
-    usage["completion_tokens_details"] = {"reasoning_tokens": tally.think}
-    return chunk | {"usage": usage}
+    usage |= {"prompt_tokens": prompt, "completion_tokens": total, "total_tokens": prompt + total}
+    usage["completion_tokens_details"] = {"reasoning_tokens": account.tally.think}
+    return {**chunk, "usage": usage}

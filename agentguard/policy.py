@@ -80,24 +80,29 @@ class Policy(_Model):
 
 
 def load(path: Path) -> Policy:
-    """Read a recipe. Raises ConfigError naming the field, the value and the remedy."""
+    """Read and validate a recipe. Raises ConfigError naming the field, the value and the remedy."""
+    return parse(read(path))
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A recipe's mapping, not validated yet; model paths that exist relative to the file are made so. Raises ConfigError."""
     try:
         raw = yaml.safe_load(path.read_text())
     except OSError as error:
         raise ConfigError("recipe", str(path), f"cannot be read ({error.strerror}); give the path of a YAML file") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError("recipe", str(path), f"is not YAML: {error}") from None
     if not isinstance(raw, dict):
         raise ConfigError("recipe", str(path), "is not a mapping; it needs at least 'model: PATH'")
-    return parse(raw, base=path.parent)
-
-
-def parse(raw: dict[str, Any], *, base: Path | None = None) -> Policy:
-    """A Policy from a mapping; relative model paths that exist below ``base`` are taken from there."""
     for key in ("model", "draft"):
         value = raw.get(key)
-        if base is not None and isinstance(value, str) and (base / value).exists():
-            raw = {**raw, key: str(base / value)}
+        if isinstance(value, str) and (path.parent / value).exists():
+            raw[key] = str(path.parent / value)
+    return raw
+
+
+def parse(raw: dict[str, Any]) -> Policy:
+    """A Policy from a mapping. Raises ConfigError."""
     try:
         return Policy.model_validate(raw)
     except pydantic.ValidationError as error:

@@ -87,10 +87,15 @@ class RuleSpec:
         return RuleSpec(self.name, self.knobs, p_min, top_k)
 
     def __str__(self) -> str:
-        parts = [f"{k}={v:g}" for k, v in self.knobs.items()]
-        parts += [f"p_min={self.p_min:g}"] if self.p_min else []
+        parts = [f"{k}={_written(v)}" for k, v in self.knobs.items()]
+        parts += [f"p_min={_written(self.p_min)}"] if self.p_min else []
         parts += [f"top_k={self.top_k}"] if self.top_k else []
         return self.name + (":" + ",".join(parts) if parts else "")
+
+
+def _written(value: float) -> str:
+    """The shortest text that reads back as the same number."""
+    return str(int(value)) if value.is_integer() else repr(value)
 
 
 def _number(what: str, text: str, knob: Knob, raw: str) -> float:

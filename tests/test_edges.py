@@ -62,6 +62,7 @@ def test_paths_in_a_recipe_are_relative_to_it(tmp_path: Path) -> None:
         ({"X-Session-Id": "a"}, {}, "a"),
         ({"x-litellm-trace-id": "t", "x-session-id": "a"}, {}, "t"),
         ({"X-Claude-Code-Session-Id": "c0ffee00"}, {}, "c0ffee00"),
+        ({"x-session-id": "a", "x-claude-code-session-id": "c"}, {}, "c"),
         ({"x-agentguard-session": "mine", "x-litellm-trace-id": "t"}, {}, "mine"),
         ({}, {"metadata": {"session_id": "m"}}, "m"),
     ],
@@ -81,7 +82,7 @@ def test_without_an_id_every_request_is_its_own_session() -> None:
     assert identify({}, {}) != identify({}, {})
 
 
-@pytest.mark.parametrize("value", ["", "a b", "x" * 257, "naïve", "a\tb"])
+@pytest.mark.parametrize("value", ["", "a b", "x" * 257, "naïve", "a\tb", "a\n"])
 def test_a_strange_id_is_refused_by_name(value: str) -> None:
     with pytest.raises(ConfigError, match="x-session-id"):
         identify({"x-session-id": value}, {})

@@ -14,7 +14,7 @@ import pytest
 from agentguard.engines.openai_http import OpenAIEngine
 from agentguard.errors import ConfigError, EngineDiedError, EngineError, EngineRequestError
 from agentguard.events import EngineDied, Event, StepFinished, StepStarted
-from agentguard.gateway.server import gateway
+from agentguard.gateway.server import bind, gateway
 from agentguard.middleware import Guard
 from agentguard.policy import Policy
 from agentguard.session import Identity
@@ -56,7 +56,7 @@ async def rig(script: Script, *, api_key: str | None = None, **policy: Any) -> A
         engine = OpenAIEngine(url, read_timeout_s=10)
         with hub.sink(events.append):
             guard = await Guard.open(engine, Policy(model="scripted", **policy), hub)
-            async with gateway(guard, api_key=api_key) as gateway_url:
+            async with gateway(guard, bind("127.0.0.1", 0), api_key=api_key) as gateway_url:
                 yield Rig(guard, events, gateway_url)
         await engine.aclose()
 
@@ -171,6 +171,8 @@ async def test_steps_of_a_session_are_counted_and_its_answers_set_the_reserve() 
         ({"messages": "hi"}, "messages"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"n": 2}, "n=2"),
+        ({"model": "other"}, "this gateway serves 'scripted'"),
+        ({"stream_options": "x"}, "stream_options"),
         ({"vllm_xargs": {"ag_rule": "cactuz:1"}}, "did you mean 'cactus'"),
         ({"vllm_xargs": {"ag_rule": 3}}, "write the rule as a string"),
     ],
@@ -203,26 +205,111 @@ async def test_an_upstream_refusal_keeps_its_status_and_message() -> None:
             assert (await client.post("/v1/chat/completions", json=ASK)).status_code == 429
 
 
-@pytest.mark.parametrize(
-    "script",
-    [
-        Script(chat=[chunk([A], reasoning="a")], hang_up=True),
-        Script(chat=[chunk([A], reasoning="a"), "data: {not json\n\n"]),
-    ],
-    ids=["connection lost", "broken json"],
-)
-async def test_an_engine_that_breaks_in_the_middle_ends_the_stream_with_an_error(script: Script) -> None:
-    async with rig(script) as r:
-        with pytest.raises(EngineDiedError):
-            await r.step()
+async def test_an_engine_that_dies_in_the_middle_ends_the_stream_with_an_error() -> None:
+    async with rig(Script(chat=[chunk([A], reasoning="a")], hang_up=True)) as r:
+        for _ in range(2):
+            with pytest.raises(EngineDiedError, match="is gone"):
+                await r.step()
         assert r.finished().think_tokens == 1
-        assert r.finished().error
-        assert any(isinstance(e, EngineDied) for e in r.events)
+        assert "is gone" in r.finished().error
+        assert len([e for e in r.events if isinstance(e, EngineDied)]) == 1
         async with httpx2.AsyncClient(base_url=r.url) as client:
             reply = await client.post("/v1/chat/completions", json={**ASK, "stream": True})
         events = [line[6:] for line in reply.text.splitlines() if line.startswith("data: ")]
         assert "[DONE]" not in events
         assert json.loads(events[-1])["error"]["code"] == 503
+
+
+@pytest.mark.parametrize("garbled", ["{not json", "[]", '{"error": {"message": "no", "code": "bad"}}'])
+async def test_a_garbled_event_is_an_error_of_that_step_and_no_dead_engine(garbled: str) -> None:
+    async with rig(Script(chat=[chunk([A], reasoning="a"), f"data: {garbled}\n\n"])) as r:
+        with pytest.raises(EngineError):
+            await r.step()
+        assert r.finished().error
+        assert not any(isinstance(e, EngineDied) for e in r.events)
+
+
+async def test_a_stop_string_of_the_client_ends_the_step_and_counts_its_token() -> None:
+    stopped = chunk([B], content="b", finish="stop")
+    stopped["choices"][0]["stop_reason"] = "b"
+    async with rig(Script(chat=[chunk([A, END], reasoning="a"), stopped, USAGE])) as r:
+        await r.step({**ASK, "stop": ["b"]})
+        assert (r.finished().answer_tokens, r.finished().marker_tokens, r.finished().continued) == (1, 1, False)
+    silent = chunk([A], reasoning="a", finish="stop")
+    silent["choices"][0]["stop_reason"] = "a"
+    async with rig(Script(chat=[silent, USAGE])) as r:
+        await r.step({**ASK, "stop": ["a"]})
+        assert (r.finished().think_tokens, r.finished().continued, r.finished().empty_answer) == (1, False, True)
+
+
+async def test_each_think_block_has_its_own_budget() -> None:
+    blocks = [
+        chunk([A] * 30 + [END, B, START] + [A] * 30 + [END], reasoning="a"),
+        chunk([B, STOP], content="b", finish="stop"),
+        USAGE,
+    ]
+    async with rig(Script(chat=blocks)) as r:
+        await r.step()
+        assert (r.finished().think_tokens, r.started().think_cap, r.finished().closed) == (60, 50, "")
+
+
+async def test_a_continuation_keeps_rule_format_and_ids() -> None:
+    answer = chunk([B, STOP], finish="stop")
+    answer["choices"][0] |= {"text": "b"}
+    script = Script(chat=[chunk([A, A, STOP], reasoning="aa", finish="stop"), USAGE], complete=[answer, USAGE])
+    async with rig(script) as r:
+        wanted = {"response_format": {"type": "json_object"}, "presence_penalty": 0.5, "vllm_xargs": {"ag_rule": "strict"}}
+        chunks = await r.step({**ASK, **wanted, "return_token_ids": True})
+    body = script.seen[1][1]
+    assert body["response_format"] == {"type": "json_object"}
+    assert (body["presence_penalty"], body["vllm_xargs"]["ag_rule"]) == (0.5, "strict")
+    assert [i for c in chunks if c["choices"] for i in c["choices"][0].get("token_ids", [])] == [A, A, STOP, B, STOP]
+
+
+async def test_a_step_with_tools_is_never_continued_as_text() -> None:
+    async with rig(Script(chat=[chunk([A, STOP], reasoning="a", finish="stop"), USAGE])) as r:
+        await r.step({**ASK, "tools": [{"type": "function", "function": {"name": "f"}}]})
+        assert (r.finished().continued, r.finished().empty_answer) == (False, True)
+
+
+async def test_hidden_reasoning_is_counted_and_not_shown() -> None:
+    script = Script(chat=list(THINKS_AND_ANSWERS))
+    async with rig(script) as r:
+        chunks = await r.step({**ASK, "include_reasoning": False})
+        assert (text(chunks, "reasoning"), text(chunks), r.finished().think_tokens) == ("", "bb", 3)
+    assert script.seen[0][1]["include_reasoning"] is True
+
+
+async def test_what_was_really_served_decides_whether_the_block_is_open() -> None:
+    role = chunk([], role="assistant") | {"prompt_token_ids": [5, 6, 7, 8]}
+    async with rig(Script(chat=[role, chunk([B, B, STOP], content="bb", finish="stop"), USAGE])) as r:
+        await r.step()
+        assert (r.finished().think_tokens, r.finished().answer_tokens, r.finished().prompt_tokens) == (0, 2, 4)
+
+
+async def test_counts_that_differ_from_the_engines_are_marked() -> None:
+    usage = {**USAGE, "usage": {"prompt_tokens": 3, "completion_tokens": 99, "total_tokens": 102}}
+    async with rig(Script(chat=[*THINKS_AND_ANSWERS[:-1], usage])) as r:
+        await r.step()
+        assert r.finished().estimated
+    honest = {**USAGE, "usage": {"prompt_tokens": 3, "completion_tokens": 7, "total_tokens": 10}}
+    async with rig(Script(chat=[*THINKS_AND_ANSWERS[:-1], honest])) as r:
+        await r.step()
+        assert not r.finished().estimated
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_hangs_up_stops_the_step(stream: bool) -> None:
+    script = Script(chat=[chunk([A, A], reasoning="aa")] if stream else [], hold=asyncio.Event())
+    async with rig(script) as r:
+        async with httpx2.AsyncClient(base_url=r.url, timeout=0.7) as client:
+            with pytest.raises(httpx2.ReadTimeout):
+                await client.post("/v1/chat/completions", json={**ASK, "stream": stream})
+        await asyncio.wait_for(script.aborted.wait(), 5)
+        async with asyncio.timeout(5):
+            while not any(isinstance(e, StepFinished) for e in r.events):
+                await asyncio.sleep(0.02)
+        assert r.finished().error == "cancelled"
 
 
 async def test_a_stream_without_a_finish_reason_is_an_error_not_an_answer() -> None:

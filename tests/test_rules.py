@@ -91,6 +91,16 @@ class TestLaws:
             assert torch.equal(draft[0], q)
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_the_filter_never_hands_a_forbidden_token_the_place_of_a_filtered_one(seed: int) -> None:
+    """A mixture has mass where p = 0; behind the filter that mass must not be resampled."""
+    p, q = distributions(seed, sparse=True)
+    for spec in ("interp:w=1,p_min=0.2", "interp:w=0.9,top_k=1", "cactus:delta=inf,p_min=0.2"):
+        law, _ = enumerate_law(p, q, spec)
+        assert float(law[p == 0].sum()) == 0
+        assert float(law.sum()) == pytest.approx(1.0, abs=1e-9)
+
+
 def test_a_forbidden_token_is_never_accepted() -> None:
     p, q = torch.tensor([[0.0, 1.0, 0.0]]), torch.tensor([[1.0, 0.0, 0.0]])
     for spec in ("cactus:delta=inf", "interp:w=1"):

@@ -54,7 +54,7 @@ def test_a_bad_rule_names_field_value_and_remedy(text: str, named: str) -> None:
 
 @given(delta=st.floats(0, 1e6), p_min=st.sampled_from([0, 0.1, 0.15, 1]), top_k=st.integers(0, 1000))
 def test_writing_and_reading_is_stable(delta: float, p_min: float, top_k: int) -> None:
-    spec = RuleSpec("cactus", {"delta": float(f"{delta:g}")}, p_min, top_k)
+    spec = RuleSpec("cactus", {"delta": delta}, p_min, top_k)
     assert RuleSpec.parse(str(spec)) == spec
 
 

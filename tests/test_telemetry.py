@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ def verified(request: str = "chatcmpl-abc-01234567") -> Verified:
 
 
 def frame(step: int = 1) -> VerificationStep:
-    return VerificationStep(t=1.0, engine="e", step=step, dropped=0, requests=[verified()])
+    return VerificationStep(t=1.0, engine="e", step=step, requests=[verified()])
 
 
 def finished(step: int = 1) -> StepFinished:
@@ -123,19 +124,88 @@ async def test_a_frame_that_cannot_be_read_is_skipped(tmp_path: Path) -> None:
     tap.close()
 
 
-def test_a_subscriber_that_stops_reading_never_blocks_the_tap(tmp_path: Path) -> None:
-    """Ten times the high-water mark goes out in full; what the deaf subscriber cannot take is dropped, not kept."""
+async def test_a_slow_gateway_knows_how_many_frames_it_lost(tmp_path: Path) -> None:
+    """Far more than all queues hold is sent before the loop can read: what arrives and what is reported lost add up."""
+    endpoint, hub, seen = f"ipc://{tmp_path}/tap", Hub(), list[VerificationStep]()
+    tap = Tap(endpoint, "e")
+    sent = 4_000
+    with hub.sink(lambda e: seen.append(e) if isinstance(e, VerificationStep) else None):
+        async with engine_source(hub, endpoint), asyncio.timeout(60):
+            while not tap.wanted:
+                await asyncio.sleep(0.01)
+            tap.publish(0.0, 1, [])
+            while not seen:
+                await asyncio.sleep(0.01)
+            for step in range(2, sent + 1):
+                tap.publish(0.0, step, [verified()] * 8)
+            step = sent
+            while seen[-1].step < step:
+                step += 1
+                tap.publish(0.0, step, [])
+                await asyncio.sleep(0.05)
+    assert sum(1 + e.lost for e in seen) == seen[-1].step
+    assert sum(e.lost for e in seen) > 0
+    tap.close()
+
+
+def test_a_subscriber_that_stops_reading_neither_blocks_the_tap_nor_starves_another(tmp_path: Path) -> None:
+    """Four times what the queues hold goes out while one subscriber is deaf; the one that reads gets every frame."""
     endpoint = f"ipc://{tmp_path}/tap"
     tap = Tap(endpoint, "e")
     context = zmq.Context()
-    deaf = context.socket(zmq.SUB)
-    deaf.setsockopt(zmq.RCVHWM, 1)
-    deaf.setsockopt(zmq.SUBSCRIBE, b"")
-    deaf.connect(endpoint)
-    while not tap.wanted:
-        pass
-    for step in range(10 * HIGH_WATER):
-        tap.publish(0.0, step, [verified()] * 50)
-    deaf.close(linger=0)
-    context.term()
-    tap.close()
+    deaf, keen = (context.socket(zmq.SUB) for _ in range(2))
+    try:
+        deaf.setsockopt(zmq.RCVHWM, 1)
+        for socket in (deaf, keen):
+            socket.setsockopt(zmq.SUBSCRIBE, b"")
+            socket.connect(endpoint)
+        while not tap.wanted or tap._subscribers < 2:
+            threading.Event().wait(0.01)
+        received = 0
+        for step in range(4 * HIGH_WATER):
+            tap.publish(0.0, step, [verified()] * 50)
+            assert keen.poll(5000), f"frame {step} did not arrive"
+            keen.recv()
+            received += 1
+        assert received == 4 * HIGH_WATER
+    finally:
+        deaf.close(linger=0)
+        keen.close(linger=0)
+        context.term()
+        tap.close()
+
+
+async def test_a_recording_that_ends_during_a_write_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub, path = Hub(), tmp_path / "events.jsonl"
+    write = Recorder._write
+
+    def slowly(self: Recorder, lines: list[bytes]) -> None:
+        threading.Event().wait(0.4)
+        write(self, lines)
+
+    monkeypatch.setattr(Recorder, "_write", slowly)
+    async with record(hub, path):
+        for step in range(50):
+            hub.publish(finished(step))
+            await asyncio.sleep(0.01)
+    assert [e.step for e in replay(path) if isinstance(e, StepFinished)] == list(range(50))
+
+
+async def test_a_disk_that_fails_is_reported_and_nothing_piles_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = Hub()
+
+    def full(self: Recorder, lines: list[bytes]) -> None:
+        raise OSError(28, "No space left on device")
+
+    recording = record(hub, tmp_path / "events.jsonl")
+    recorder = await recording.__aenter__()
+    monkeypatch.setattr(Recorder, "_write", full)
+    await asyncio.sleep(0.3)
+    for step in range(10):
+        hub.publish(finished(step))
+    assert recorder._lines == []
+    with pytest.raises(ConfigError, match="No space left on device"):
+        await recording.__aexit__(None, None, None)
+    with pytest.raises(ConfigError, match="No such file or directory"):
+        async with record(hub, tmp_path / "none" / "events.jsonl"):
+            pass

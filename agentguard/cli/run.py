@@ -16,10 +16,19 @@ def run(work: Coroutine[Any, Any, T]) -> T:
     async def main() -> T:
         task = asyncio.current_task()
         assert task is not None
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        terminated = False
+
+        def on_sigterm() -> None:
+            nonlocal terminated
+            terminated = True
+            task.cancel()
+
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, on_sigterm)
         try:
             return await work
         except asyncio.CancelledError:
-            raise KeyboardInterrupt from None
+            if terminated:
+                raise KeyboardInterrupt from None
+            raise
 
     return asyncio.run(main())

@@ -26,7 +26,7 @@ def serve(
     from agentguard import policy as policies
     from agentguard.errors import ConfigError
 
-    base: dict[str, Any] = policies.load(recipe).model_dump() if recipe else {}
+    base: dict[str, Any] = policies.read(recipe) if recipe else {}
     base |= {k: v for k, v in {"model": model, "draft": draft, "rule": rule}.items() if v is not None}
     if "model" not in base:
         raise ConfigError("MODEL", None, "give a model's path, or a recipe with 'model:'")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +16,9 @@ if TYPE_CHECKING:
 
 DEMO_ARMS = "strict;cactus:delta=0.5;cactus:delta=0.5,p_min=0.1,top_k=10"
 _JSON = click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False), help="Write the table's numbers here.")
-_EVENTS = click.option("--events", type=click.Path(path_type=Path, dir_okay=False), help="Keep the recording here.")
+_EVENTS = click.option(
+    "--events", type=click.Path(path_type=Path, dir_okay=False), help="Keep the recording here; an older one is replaced."
+)
 _SEED = click.option("--seed", default=0, show_default=True, type=click.IntRange(0), help="Seed of problems and sampling.")
 
 
@@ -64,6 +67,14 @@ def demo(sessions: int, seed: int, json_path: Path | None, events: Path | None) 
     _run(StudyPlan(suites.get("chain-agent"), parse_arms(DEMO_ARMS), sessions, seed), None, "draft", json_path, events)
 
 
+def check_writable(option: str, path: Path | None) -> None:
+    """A result must not be lost after minutes of work because its folder is not there."""
+    from agentguard.errors import ConfigError
+
+    if path is not None and not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(option, str(path), "cannot be written; choose a file in a folder that exists and is yours")
+
+
 def _run(plan: StudyPlan, model: str | None, draft: str, json_path: Path | None, events: Path | None) -> None:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -73,6 +84,8 @@ def _run(plan: StudyPlan, model: str | None, draft: str, json_path: Path | None,
     from agentguard.study.command import Outcome, run_study, write_json
     from agentguard.study.table import render
 
+    for option, path in (("--json", json_path), ("--events", events)):
+        check_writable(option, path)
     policy = Policy(
         model=model or str(reference_model("target")),
         draft=str(reference_model(draft)) if draft in DRAFTS else draft,
@@ -89,11 +102,11 @@ def _run(plan: StudyPlan, model: str | None, draft: str, json_path: Path | None,
                 on_step=lambda: progress.advance(task),
             )
         )
-    if json_path is not None:
-        write_json(outcome, json_path)
     n = outcome.rows[0].sessions
     title = (
         f"{plan.suite.name}: {n} sessions an arm, {plan.suite.steps} steps each, seed {plan.seed}, K = {policy.engine.draft_tokens}"
     )
     for table in render(outcome.rows, title):
         Console().print(table)
+    if json_path is not None:
+        write_json(outcome, json_path)

@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx2
 
-from agentguard.engines.base import EngineInfo, Stream
+from agentguard.engines.base import Chunk, EngineInfo, Stream
 from agentguard.engines.http import http_client
 from agentguard.errors import EngineDiedError, EngineError, EngineRequestError
 
@@ -50,12 +50,20 @@ class OpenAIEngine:
         return EngineInfo(model=models[0]["id"], max_model_len=window)
 
     async def tokenize_chat(self, body: Mapping[str, Any]) -> list[int]:
-        keys = ("model", "messages", "tools", "chat_template", "chat_template_kwargs")
+        keys = ("model", "messages", "tools", "chat_template", "chat_template_kwargs", "continue_final_message")
         request = {k: body[k] for k in keys if body.get(k) is not None} | {"add_generation_prompt": True}
-        return list((await self._json("POST", "/tokenize", request))["tokens"])
+        if "add_generation_prompt" in body:
+            request["add_generation_prompt"] = body["add_generation_prompt"]
+        return await self._tokens(request)
 
     async def tokenize_text(self, text: str) -> list[int]:
-        return list((await self._json("POST", "/tokenize", {"prompt": text, "add_special_tokens": False}))["tokens"])
+        return await self._tokens({"prompt": text, "add_special_tokens": False})
+
+    async def _tokens(self, request: Mapping[str, Any]) -> list[int]:
+        tokens = (await self._json("POST", "/tokenize", request)).get("tokens")
+        if not isinstance(tokens, list):
+            raise EngineError(f"{self.url}/tokenize answered without 'tokens'; the guard needs vLLM's tokenize route")
+        return tokens
 
     def chat(self, body: Mapping[str, Any], request_id: str, session: str) -> Stream:
         return self._stream("/v1/chat/completions", body, {"X-Request-Id": request_id, "X-Session-ID": session})
@@ -74,31 +82,53 @@ class OpenAIEngine:
                     if event.data == "[DONE]":
                         ended = True
                         break
-                    chunk = json.loads(event.data)
-                    if "error" in chunk:
-                        raise _refusal(int(chunk["error"].get("code") or 500), event.data)
-                    yield chunk
+                    yield _chunk(event.data)
                 if not ended:
                     raise EngineDiedError(
                         f"engine {self.name} ended the stream of request {headers['X-Request-Id']} before its end"
                     )
-        except (httpx2.TransportError, json.JSONDecodeError) as error:
-            raise self._gone(error) from error
+        except httpx2.TransportError as error:
+            raise self._failure(error) from error
 
     async def _json(self, method: str, path: str, body: object = None) -> dict[str, Any]:
         try:
             response = await self._client.request(method, path, json=body)
         except httpx2.TransportError as error:
-            raise self._gone(error) from error
+            raise self._failure(error) from error
         if response.status_code != 200:
             raise _refusal(response.status_code, response.text)
-        reply = response.json()
+        try:
+            reply = response.json()
+        except ValueError:
+            reply = None
         if not isinstance(reply, dict):
-            raise EngineError(f"{self.url}{path} answered {type(reply).__name__}, expected an object")
+            raise EngineError(f"{self.url}{path} did not answer with a JSON object: {response.text[:80]!r}")
         return reply
 
-    def _gone(self, error: Exception) -> EngineDiedError:
-        return EngineDiedError(f"engine {self.name} at {self.url} does not answer ({type(error).__name__}: {error}); see its log")
+    def _failure(self, error: httpx2.TransportError) -> EngineError:
+        """Gone, or only slow or garbled? A read timeout and a broken event say nothing about the process behind them."""
+        what = f"engine {self.name} at {self.url}"
+        if isinstance(error, httpx2.ConnectError | httpx2.ReadError | httpx2.WriteError | httpx2.RemoteProtocolError):
+            return EngineDiedError(f"{what} is gone ({type(error).__name__}: {error}); see its log")
+        if isinstance(error, httpx2.TimeoutException):
+            return EngineError(
+                f"{what} did not answer in time ({type(error).__name__}); it is overloaded, or the timeout too short"
+            )
+        return EngineError(f"{what} cannot be understood ({type(error).__name__}: {error})")
+
+
+def _chunk(data: str) -> Chunk:
+    """One event of a stream. Raises EngineRequestError for an error event and EngineError for what is no chunk."""
+    try:
+        chunk = json.loads(data)
+    except ValueError:
+        raise EngineError(f"the engine streamed something that is not JSON: {data[:80]!r}") from None
+    if not isinstance(chunk, dict):
+        raise EngineError(f"the engine streamed {type(chunk).__name__}, expected a chunk: {data[:80]!r}")
+    if "error" in chunk:
+        code = chunk["error"].get("code") if isinstance(chunk["error"], dict) else None
+        raise _refusal(code if isinstance(code, int) else 500, data)
+    return chunk
 
 
 def _refusal(status: int, text: str) -> EngineRequestError:

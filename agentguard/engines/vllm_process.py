@@ -13,6 +13,7 @@ import importlib.metadata
 import json
 import os
 import re
+import secrets
 import shutil
 import signal
 import socket
@@ -39,9 +40,10 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(slots=True)
 class VllmProcess:
-    """A running engine. ``telemetry`` is the ZMQ address of its tap; ``log`` its output."""
+    """A running engine. ``telemetry`` is the ZMQ address of its tap, ``log`` its output, ``api_key`` what its routes ask for."""
 
     url: str
+    api_key: str
     telemetry: str
     log: Path
     process: asyncio.subprocess.Process
@@ -97,19 +99,23 @@ def command(policy: Policy, port: int, telemetry: str) -> list[str]:
     if is_cpu_build():
         # compiling a small model costs more than it brings here, and inductor's freezing would bake the draft's weights in
         args["--enforce-eager"] = None
+    else:
+        # runner V1 needs it for the phase of a request; V1 on CPU has it off by itself
+        args["--no-async-scheduling"] = None
     flags = [part for name, value in args.items() for part in ((name,) if value is None else (name, value))]
     return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *flags, *options.extra_args]
 
 
-def environment(policy: Policy) -> dict[str, str]:
+def environment(policy: Policy, api_key: str) -> dict[str, str]:
+    """The engine's environment. Its port gets a key of its own: on loopback any user of the machine could go round the gateway."""
     env = dict(os.environ)
-    env |= {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+    env |= {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_API_KEY": api_key}
     if is_cpu_build():
         env["VLLM_CPU_KVCACHE_SPACE"] = f"{policy.engine.kv_cache_gb:g}"
         # V2 needs a Triton back end the CPU wheel lacks; saying so avoids its probe
         env.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
         preload_openmp(env)
-    if Path(policy.model).exists():
+    if all(Path(model).exists() for model in (policy.model, policy.draft) if model is not None):
         env["HF_HUB_OFFLINE"] = "1"
     return env
 
@@ -131,34 +137,38 @@ async def vllm_process(policy: Policy, *, port: int | None = None) -> AsyncItera
         check_model("draft", policy.draft)
     directory = Path(tempfile.mkdtemp(prefix="agentguard-"))  # mode 0700: only this user can reach the telemetry socket
     port = port or free_port()
-    telemetry = f"ipc://{directory}/tap"
-    log = directory / "engine.log"
-    started = False
+    telemetry, log, api_key = f"ipc://{directory}/tap", directory / "engine.log", secrets.token_urlsafe(24)
+    keep_log = False
     try:
         with log.open("wb") as output:
             process = await asyncio.create_subprocess_exec(
                 *command(policy, port, telemetry),
                 stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=asyncio.subprocess.STDOUT,
-                env=environment(policy), start_new_session=True, preexec_fn=_die_with_parent,
+                env=environment(policy, api_key), start_new_session=True, preexec_fn=_die_with_parent,
             )  # fmt: skip
-        engine = VllmProcess(f"http://127.0.0.1:{port}", telemetry, log, process)
+        engine = VllmProcess(f"http://127.0.0.1:{port}", api_key, telemetry, log, process)
         try:
             await _until_healthy(engine, policy.engine.start_timeout_s)
-            started = True
             yield engine
+        except EngineStartError:
+            keep_log = True
+            raise
         finally:
+            keep_log = keep_log or process.returncode is not None  # it ended by itself, and its log says why
             await stop(process)
     finally:
-        if started:
+        if not keep_log:
             await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
 
 
 async def stop(process: asyncio.subprocess.Process) -> None:
-    """SIGTERM to the whole group, SIGKILL to what is left after the grace period; returns when the group is empty."""
+    """SIGTERM to the whole group, SIGKILL to what is left after the grace period, or at once when cancelled meanwhile."""
     _signal_group(process.pid, signal.SIGTERM)
-    with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(process.wait(), STOP_GRACE_S)
-    _signal_group(process.pid, signal.SIGKILL)
+    try:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), STOP_GRACE_S)
+    finally:
+        _signal_group(process.pid, signal.SIGKILL)
     await process.wait()
     for _ in range(50):  # the children are reaped by init, a moment later
         if not _signal_group(process.pid, 0):
@@ -181,20 +191,12 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def check_port(field: str, host: str, port: int) -> None:
-    """Raises ConfigError when something listens there already."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise ConfigError(field, port, f"cannot listen on {host}:{port} ({error.strerror}); choose another port") from None
-
-
 def tail(log: Path) -> str:
     """The lines of the log that say why: from the last error on, else the last ones."""
     try:
-        lines = log.read_text(errors="replace").splitlines()
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - (64 << 10)))
+            lines = file.read().decode(errors="replace").splitlines()
     except OSError:
         return "(no log)"
     clean = [re.sub(r"^\([^)]*\)\s*(ERROR \S+ \S+ \[[^]]*\]\s*)?", "", line) for line in lines if line.strip()]
@@ -207,17 +209,17 @@ async def _until_healthy(engine: VllmProcess, timeout_s: float) -> None:
     async with http_client(engine.url, timeout=2.0) as client:
         while time.monotonic() < deadline:
             if engine.process.returncode is not None:
-                raise EngineStartError(
-                    f"the engine ended with status {engine.process.returncode} while starting; full log: {engine.log}\n"
-                    f"{tail(engine.log)}"
-                )
+                status = engine.process.returncode
+                raise await _not_started(engine, f"the engine ended with status {status} while starting")
             with contextlib.suppress(httpx2.TransportError):
                 if (await client.get("/health")).status_code == 200:
                     return
             await asyncio.sleep(0.25)
-    raise EngineStartError(
-        f"the engine was not ready after {timeout_s:g} s (engine.start_timeout_s); full log: {engine.log}\n{tail(engine.log)}"
-    )
+    raise await _not_started(engine, f"the engine was not ready after {timeout_s:g} s (engine.start_timeout_s)")
+
+
+async def _not_started(engine: VllmProcess, what: str) -> EngineStartError:
+    return EngineStartError(f"{what}; full log: {engine.log}\n{await asyncio.to_thread(tail, engine.log)}")
 
 
 def _signal_group(pid: int, number: int) -> bool:

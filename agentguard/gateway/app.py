@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Mapping
 from contextlib import aclosing
-from typing import Any
+from typing import Any, TypeVar
 
 import structlog
 from starlette.applications import Starlette
@@ -15,13 +16,14 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from agentguard.engines.base import Chunk, Stream
-from agentguard.errors import AgentGuardError, ConfigError, EngineDiedError, EngineRequestError
+from agentguard.errors import AgentGuardError, ConfigError, EngineDiedError, EngineError, EngineRequestError
 from agentguard.events import encode_json
 from agentguard.gateway.identity import identify
-from agentguard.middleware import Guard
+from agentguard.middleware import ChatRequest, Guard
 
 logger = structlog.get_logger(__name__)
 MAX_BODY_BYTES = 16 << 20
+T = TypeVar("T")
 
 
 def create_app(guard: Guard, *, api_key: str | None = None) -> Starlette:
@@ -29,18 +31,17 @@ def create_app(guard: Guard, *, api_key: str | None = None) -> Starlette:
 
     async def chat(request: Request) -> Response:
         body = await _body(request)
-        identity = identify(request.headers, body)
-        chunks = guard.stream(body, identity)
-        # the first chunk is awaited here, so that a refused request gets an HTTP status instead of a broken stream
-        try:
-            first = await anext(chunks)
-        except StopAsyncIteration:
-            raise EngineDiedError("the engine answered with an empty stream") from None
-        if body.get("stream"):
-            include_usage = bool((body.get("stream_options") or {}).get("include_usage"))
+        asked = ChatRequest.read(body)
+        chunks = guard.stream(body, identify(request.headers, body))
+        if asked.stream:
+            # the first chunk is awaited here, so that a refused request gets an HTTP status instead of a broken stream
+            first = await _unless_gone(request, chunks, anext(chunks, None))
+            if first is None:
+                return _CLIENT_GONE
+            include_usage = bool((asked.stream_options or {}).get("include_usage"))
             return StreamingResponse(_sse(first, chunks, include_usage), media_type="text/event-stream")
-        async with aclosing(chunks):
-            return JSONResponse(await collect(first, chunks))
+        reply = await _unless_gone(request, chunks, collect(chunks))
+        return _CLIENT_GONE if reply is None else JSONResponse(reply)
 
     async def models(_: Request) -> Response:
         model = {"id": guard.info.model, "object": "model", "owned_by": "agentguard", "max_model_len": guard.info.max_model_len}
@@ -62,8 +63,12 @@ def create_app(guard: Guard, *, api_key: str | None = None) -> Starlette:
     async def events(_: Request) -> Response:
         async def lines() -> AsyncIterator[bytes]:
             yield b": agentguard events\n\n"
+            dropped = 0
             with guard.hub.subscribe() as subscription:
                 async for event in subscription:
+                    if subscription.dropped > dropped:
+                        yield f": {subscription.dropped - dropped} events dropped, this reader is too slow\n\n".encode()
+                        dropped = subscription.dropped
                     yield b"data: " + encode_json(event) + b"\n\n"
 
         return StreamingResponse(lines(), media_type="text/event-stream")
@@ -103,39 +108,54 @@ class RequireKey:
         await self.app(scope, receive, send)
 
 
-async def collect(first: Chunk, chunks: AsyncIterator[Chunk]) -> dict[str, Any]:
+_CLIENT_GONE = Response(status_code=499)  # nobody reads it; nginx's number for a client that hung up
+
+
+async def _unless_gone(request: Request, chunks: Stream, work: Coroutine[Any, Any, T] | Awaitable[T]) -> T | None:
+    """Await ``work``, or stop it and the step behind it when the client hangs up first (then None)."""
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    working, watching = asyncio.ensure_future(work), asyncio.create_task(gone(), name="disconnect watch")
+    try:
+        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        unfinished = not working.done() or working.cancelled() or working.exception() is not None
+        for task in (working, watching):
+            task.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
+        if unfinished:
+            await chunks.aclose()
+
+
+async def collect(chunks: Stream) -> dict[str, Any]:
     """A stream of chunks as one `chat.completion` object."""
     message: dict[str, Any] = {"role": "assistant", "content": None}
     tools: dict[int, dict[str, Any]] = {}
-    reply: dict[str, Any] = {k: first[k] for k in ("id", "created", "model") if k in first}
-    finish: str | None = None
-    token_ids: list[int] | None = None
-
-    async def all_chunks() -> AsyncIterator[Chunk]:
-        yield first
+    choice: dict[str, Any] = {"index": 0, "message": message, "finish_reason": None, "logprobs": None}
+    reply: dict[str, Any] = {}
+    async with aclosing(chunks):
         async for chunk in chunks:
-            yield chunk
-
-    async for chunk in all_chunks():
-        if chunk.get("usage"):
-            reply["usage"] = chunk["usage"]
-        if chunk.get("metrics"):
-            reply["metrics"] = chunk["metrics"]
-        for choice in chunk.get("choices") or ():
-            delta = choice.get("delta") or {}
-            for key in ("content", "reasoning", "reasoning_content"):
-                if delta.get(key):
-                    message[key] = (message.get(key) or "") + delta[key]
-            for call in delta.get("tool_calls") or ():
-                _merge_tool_call(tools.setdefault(call["index"], {}), call)
-            if choice.get("token_ids"):
-                token_ids = (token_ids or []) + choice["token_ids"]
-            finish = choice.get("finish_reason") or finish
+            reply = {k: chunk[k] for k in ("id", "created", "model") if k in chunk} | reply
+            reply |= {k: chunk[k] for k in ("usage", "metrics") if chunk.get(k)}
+            for part in chunk.get("choices") or ():
+                delta = part.get("delta") or {}
+                for key in ("content", "reasoning", "reasoning_content"):
+                    if delta.get(key):
+                        message[key] = (message.get(key) or "") + delta[key]
+                for call in delta.get("tool_calls") or ():
+                    _merge_tool_call(tools.setdefault(call["index"], {}), call)
+                if part.get("token_ids"):
+                    choice["token_ids"] = choice.get("token_ids", []) + part["token_ids"]
+                if part.get("logprobs"):
+                    known = choice["logprobs"] or {"content": []}
+                    choice["logprobs"] = {"content": known["content"] + (part["logprobs"].get("content") or [])}
+                choice |= {k: part[k] for k in ("finish_reason", "stop_reason") if part.get(k) is not None}
     if tools:
         message["tool_calls"] = [tools[i] for i in sorted(tools)]
-    choice = {"index": 0, "message": message, "finish_reason": finish, "logprobs": None}
-    if token_ids is not None:
-        choice["token_ids"] = token_ids
     return {"object": "chat.completion", "choices": [choice], **reply}
 
 
@@ -189,7 +209,9 @@ def _status(error: AgentGuardError) -> int:
         return 400
     if isinstance(error, EngineRequestError):
         return error.status
-    return 503 if isinstance(error, EngineDiedError) else 500
+    if isinstance(error, EngineDiedError):
+        return 503
+    return 502 if isinstance(error, EngineError) else 500
 
 
 def _error_body(message: str, status: int) -> dict[str, Any]:

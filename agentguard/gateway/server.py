@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -11,8 +12,8 @@ from dataclasses import dataclass
 import uvicorn
 
 from agentguard.engines.openai_http import OpenAIEngine
-from agentguard.engines.vllm_process import VllmProcess, check_port, vllm_process
-from agentguard.errors import EngineDiedError
+from agentguard.engines.vllm_process import VllmProcess, vllm_process
+from agentguard.errors import ConfigError, EngineDiedError, EngineError
 from agentguard.gateway.app import create_app
 from agentguard.middleware import Guard
 from agentguard.policy import Policy
@@ -33,7 +34,7 @@ class Stack:
     async def until_engine_ends(self) -> EngineDiedError:
         """Wait for the engine's process to end; returns the error that says how."""
         await self.engine.process.wait()
-        return self.engine.died()
+        return await asyncio.to_thread(self.engine.died)
 
 
 @asynccontextmanager
@@ -44,39 +45,55 @@ async def serve_stack(
 
     ``port`` 0 takes a free one. Raises ConfigError for a port in use before the engine is started.
     """
-    if port:
-        check_port("port", host, port)
     hub = hub or Hub()
-    async with vllm_process(policy) as engine:
-        client = OpenAIEngine(engine.url)
-        try:
-            async with engine_source(hub, engine.telemetry):
-                guard = await Guard.open(client, policy, hub)
-                async with gateway(guard, host=host, port=port, api_key=api_key) as url:
-                    yield Stack(engine, guard, hub, url)
-        finally:
-            await client.aclose()
+    with bind(host, port) as listener:
+        async with vllm_process(policy) as engine:
+            client = OpenAIEngine(engine.url, api_key=engine.api_key)
+            try:
+                async with engine_source(hub, engine.telemetry):
+                    guard = await Guard.open(client, policy, hub)
+                    async with gateway(guard, listener, api_key=api_key) as url:
+                        yield Stack(engine, guard, hub, url)
+            finally:
+                await client.aclose()
 
 
 @asynccontextmanager
-async def gateway(guard: Guard, *, host: str = "127.0.0.1", port: int = 0, api_key: str | None = None) -> AsyncIterator[str]:
-    """The gateway as a server in this event loop; yields its URL."""
-    config = uvicorn.Config(
-        create_app(guard, api_key=api_key), host=host, port=port, log_level="warning", access_log=False, timeout_graceful_shutdown=5
-    )
+async def gateway(guard: Guard, listener: socket.socket, *, api_key: str | None = None) -> AsyncIterator[str]:
+    """The gateway as a server in this event loop, on a bound socket; yields its URL."""
+    config = uvicorn.Config(create_app(guard, api_key=api_key), log_level="warning", access_log=False, timeout_graceful_shutdown=5)
     server = _Server(config)
-    async with owned_task(server.serve(), "gateway") as task:
-        while not server.started:
-            if task.done():
-                task.result()
-                raise EngineDiedError("the gateway ended while starting")
+    async with owned_task(server.serve(sockets=[listener]), "gateway") as task:
+        while not server.started and not task.done():  # noqa: ASYNC110  # uvicorn sets a flag, no event
             await asyncio.sleep(0.02)
-        bound = server.servers[0].sockets[0].getsockname()[1]
+        if task.done():
+            raise EngineError("the gateway ended while starting; its log says why")
+        host, port = listener.getsockname()[:2]
         try:
-            yield f"http://{host}:{bound}"
+            yield f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         finally:
             server.should_exit = True
             await asyncio.wait([task], timeout=10)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A bound socket, held from before the engine starts, so that nobody takes the port meanwhile. Port 0 takes a free one.
+
+    Raises ConfigError for an address that cannot be listened on.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise ConfigError("host", host, f"is no address of this machine ({error.strerror}); use 127.0.0.1") from None
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        raise ConfigError("port", port, f"cannot listen on {host}:{port} ({error.strerror}); choose another port") from None
+    return listener
 
 
 class _Server(uvicorn.Server):

@@ -62,7 +62,11 @@ def summarise(events: Iterable[Event]) -> list[ArmResult]:
         elif isinstance(event, StepFinished):
             finished[event.session, event.step] = event
         elif isinstance(event, Graded):
-            step = finished[event.session, event.step]
+            step = finished.get((event.session, event.step))
+            if step is None:
+                raise AgentGuardError(
+                    f"the recording grades step {event.step} of {event.session} but does not hold it; record again"
+                )
             arms.setdefault(event.arm, {}).setdefault(event.session.rpartition("/")[2], []).append(step)
             right[event.arm] = right.get(event.arm, 0) + event.right
     if "strict" not in arms:
@@ -82,6 +86,11 @@ def summarise(events: Iterable[Event]) -> list[ArmResult]:
 
 def _row(arm: str, plans: dict[str, list[StepFinished]], strict: dict[str, list[StepFinished]], right: int) -> ArmResult:
     steps = [s for plan in plans.values() for s in plan]
+    if any(s.rounds is None for s in steps):
+        raise AgentGuardError(
+            f"arm {arm!r} has steps without the engine's round counts; start the engine with a draft model and "
+            "--per-request-spec-decode-metrics summary"
+        )
     mine, base = accepted_length(steps), accepted_length([s for plan in strict.values() for s in plan])
     keys = sorted(plans)
     return ArmResult(

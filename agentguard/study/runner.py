@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
+import uuid
 from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -54,10 +55,12 @@ async def run(plan: StudyPlan, client: Engine, model: str, hub: Hub, on_step: Ca
     The first error stops all sessions and is raised.
     """
     gate = asyncio.Semaphore(plan.concurrency)
+    # a run is a new agent: without it a second run of a seed would go on in the sessions of the first
+    nonce = uuid.uuid4().hex[:8]
 
     async def session(number: int, arm: RuleSpec) -> None:
         async with gate:
-            await _session(plan, client, model, hub, number, arm, on_step)
+            await _session(plan, client, model, hub, f"study/{nonce}/{arm}/{number}", number, arm, on_step)
 
     try:
         async with asyncio.TaskGroup() as group:
@@ -69,9 +72,8 @@ async def run(plan: StudyPlan, client: Engine, model: str, hub: Hub, on_step: Ca
 
 
 async def _session(
-    plan: StudyPlan, client: Engine, model: str, hub: Hub, number: int, arm: RuleSpec, on_step: Callable[[], None]
+    plan: StudyPlan, client: Engine, model: str, hub: Hub, name: str, number: int, arm: RuleSpec, on_step: Callable[[], None]
 ) -> None:
-    name = f"study/{plan.suite.name}/{plan.seed}/{arm}/{number}"
     messages: list[dict[str, str]] = []
     previous: int | None = None
     for step in range(1, plan.suite.steps + 1):

@@ -41,6 +41,7 @@ async def engine_source(hub: Hub, endpoint: str) -> AsyncIterator[None]:
     socket.connect(endpoint)
 
     async def forward() -> None:
+        expected: int | None = None
         while True:
             raw = await socket.recv()
             try:
@@ -50,7 +51,9 @@ async def engine_source(hub: Hub, endpoint: str) -> AsyncIterator[None]:
                 continue
             if isinstance(frame, VerificationStep):
                 requests = [msgspec.structs.replace(r, request=our_request_id(r.request)) for r in frame.requests]
-                frame = msgspec.structs.replace(frame, requests=requests)
+                lost = 0 if expected is None or frame.step < expected else frame.step - expected
+                expected = frame.step + 1
+                frame = msgspec.structs.replace(frame, requests=requests, lost=lost)
             hub.publish(frame)
 
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -10,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from agentguard.errors import ConfigError
 from agentguard.events import Event, VerificationStep, decode_json, encode_json
-from agentguard.tasks import owned_task
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -23,23 +23,35 @@ TELEMETRY_BACKLOG = 20_000
 
 
 class Recorder:
-    """Collects lines on the loop and writes them from a thread."""
+    """Collects lines on the loop and writes them from a thread. After a failed write it keeps nothing more."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.dropped = 0
+        self.failure: OSError | None = None
         self._lines: list[bytes] = []
 
     def take(self, event: Event) -> None:
+        if self.failure is not None:
+            return
         if isinstance(event, VerificationStep) and len(self._lines) >= TELEMETRY_BACKLOG:
             self.dropped += 1
             return
         self._lines.append(encode_json(event))
 
-    async def flush(self) -> None:
-        lines, self._lines = self._lines, []
-        if lines:
-            await asyncio.to_thread(self._write, lines)
+    async def flush_until(self, stop: asyncio.Event) -> None:
+        """Write every `FLUSH_S` seconds, and once more after ``stop``. Never cancelled in the middle of a write."""
+        while self.failure is None:
+            stopping = stop.is_set()
+            lines, self._lines = self._lines, []
+            try:
+                await asyncio.to_thread(self._write, lines)
+            except OSError as error:
+                self.failure = error
+            if stopping:
+                return
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(stop.wait(), FLUSH_S)
 
     def _write(self, lines: list[bytes]) -> None:
         with self.path.open("ab") as file:
@@ -48,19 +60,28 @@ class Recorder:
 
 @asynccontextmanager
 async def record(hub: Hub, path: Path) -> AsyncIterator[Recorder]:
-    """Record everything published while the block runs into a new file. A write error ends the block."""
-    await asyncio.to_thread(path.write_bytes, b"")
-    recorder = Recorder(path)
+    """Record everything published while the block runs into a new file, complete when the block has ended.
 
-    async def keep_flushing() -> None:
-        while True:
-            await asyncio.sleep(FLUSH_S)
-            await recorder.flush()
-
+    Raises ConfigError for a path that cannot be written: at the start, or at the end when a later write failed.
+    """
+    try:
+        await asyncio.to_thread(path.write_bytes, b"")
+    except OSError as error:
+        raise _unwritable(path, error) from None
+    recorder, stop = Recorder(path), asyncio.Event()
     with hub.sink(recorder.take):
-        async with owned_task(keep_flushing(), "recorder"):
+        task = asyncio.create_task(recorder.flush_until(stop), name="recorder")
+        try:
             yield recorder
-    await recorder.flush()
+        finally:
+            stop.set()
+            await asyncio.shield(task)
+    if recorder.failure is not None:
+        raise _unwritable(path, recorder.failure)
+
+
+def _unwritable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError("events", str(path), f"cannot be written ({error.strerror}); choose another file")
 
 
 def replay(path: Path) -> Iterator[Event]:

@@ -20,12 +20,14 @@ class Tally:
     A step may hold several think blocks. The end-of-turn token arrives as a last id without text and is counted by `finish`.
     """
 
-    __slots__ = ("_ids", "answer", "inside", "markers", "think")
+    __slots__ = ("_ids", "answer", "block", "inside", "markers", "think")
 
     def __init__(self, ids: MarkerIds, *, opened: bool) -> None:
         self._ids = ids
         self.inside = opened
         self.think = 0
+        self.block = 0
+        """Think tokens of the latest block; each block has the whole budget."""
         self.answer = 0
         self.markers = 0
 
@@ -36,9 +38,11 @@ class Tally:
                 self.markers += 1
             elif token == self._ids.start and not self.inside:
                 self.inside = True
+                self.block = 0
                 self.markers += 1
             elif self.inside:
                 self.think += 1
+                self.block += 1
             else:
                 self.answer += 1
 
@@ -48,6 +52,7 @@ class Tally:
             return
         if self.inside and self.think:
             self.think -= 1
+            self.block -= 1
             self.markers += 1
         elif self.answer:
             self.answer -= 1

@@ -23,8 +23,6 @@ class Rule(ABC):
     """
 
     name: ClassVar[str]
-    reads_q: ClassVar[bool] = True
-    """False where the pair needs only p and x (the rule then also runs when the drafter keeps no probabilities)."""
 
     @abstractmethod
     def pair(self, p: torch.Tensor, q: torch.Tensor, x: torch.Tensor) -> Pair:

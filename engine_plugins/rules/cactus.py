@@ -17,7 +17,6 @@ class Cactus(Rule):
     """
 
     name = "cactus"
-    reads_q = False
 
     def __init__(self, delta: float) -> None:
         self.delta = delta

@@ -22,5 +22,5 @@ class Interp(Rule):
     def pair(self, p: torch.Tensor, q: torch.Tensor, x: torch.Tensor) -> Pair:
         if self.w == 0:
             return p, q
-        # lerp(w=1) is q itself, so that p'(x)/q'(x) is exactly 1 and no coin can reject it
+        # lerp(w=1) is q itself, so p'(x)/q'(x) is 1 up to the kernel's own softmax
         return torch.lerp(p, q, self.w), q

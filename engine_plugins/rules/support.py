@@ -34,7 +34,8 @@ def reject(pair: Pair, p: torch.Tensor, x: torch.Tensor, rows: torch.Tensor) -> 
     """
     accept, draft = pair
     at = x.unsqueeze(-1)
-    without = accept.scatter(-1, at, 0.0)
+    # only the target's own tokens may take its place: p' may hold mass where p = 0, which its rule would have left to q'
+    without = torch.where(p > 0, accept.scatter(-1, at, 0.0), 0.0)
     mass = without.sum(-1, keepdim=True)
     fallback = p.scatter(-1, at, 0.0)
     without = torch.where(mass > 0, without / mass.clamp_min(1e-30), fallback / fallback.sum(-1, keepdim=True).clamp_min(1e-30))

@@ -25,9 +25,8 @@ class PhaseTracker:
     def __init__(self, markers: ThinkMarkers, prompt: Sequence[int]) -> None:
         self._markers = markers
         self._seen = 0
-        self._tail: list[int] = []
-        self.inside = False
-        self._read(prompt)
+        self.inside = self._opened(prompt)
+        self._tail = list(prompt[-8 * max(len(markers.start), len(markers.end)) :])
 
     def update(self, output: Sequence[int]) -> bool:
         """Read what was committed since the last call; returns `inside`."""
@@ -50,6 +49,16 @@ class PhaseTracker:
             self._read((token,))
         self.inside, self._tail = inside, tail
         return out
+
+    def _opened(self, prompt: Sequence[int]) -> bool:
+        """Searched from the end: the marker that decides stands close to it, and a prompt can have 100,000 tokens."""
+        start, end = self._markers.start, self._markers.end
+        for stop in range(len(prompt), 0, -1):
+            if prompt[stop - 1] == end[-1] and tuple(prompt[max(0, stop - len(end)) : stop]) == end:
+                return False
+            if prompt[stop - 1] == start[-1] and tuple(prompt[max(0, stop - len(start)) : stop]) == start:
+                return True
+        return False
 
     def _read(self, tokens: Sequence[int]) -> None:
         start, end, tail = self._markers.start, self._markers.end, self._tail

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-# V2's base class is import-light by design, and V2 refuses a class that does not derive from it
-from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
+try:
+    # V2's base class is import-light by design, and V2 refuses a class that does not derive from it
+    from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
+except ImportError:  # a vLLM before 0.31 loads every entry point of this group too and must not break on ours
+    LogitsProcessor = object
 
 from agentguard.rulespec import RuleSpec
 from engine_plugins.vllm.params import RequestParams

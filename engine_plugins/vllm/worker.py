@@ -51,6 +51,11 @@ def install(worker: Any) -> None:
             "silent no-op; start the engine with VLLM_USE_V2_MODEL_RUNNER=0"
         )
     config = worker.vllm_config
+    if getattr(config.scheduler_config, "async_scheduling", False):
+        raise PluginError(
+            "async scheduling hides the tokens of the last step from the phase of a request (think or answer) on runner V1; "
+            "start the engine with --no-async-scheduling"
+        )
     settings = (config.additional_config or {}).get("agentguard", {})
     for key in settings:
         if key not in SETTINGS:

@@ -70,9 +70,9 @@ PLANS = {
         layers=2,
         rate=6e-3,
         seed=2,
-        stages=(Stage(14_000_000, 512, 18, Mixture()), Stage(2_000_000, 2048, 5, Mixture(long=0.05))),
+        stages=(Stage(7_000_000, 512, 18, Mixture()), Stage(1_000_000, 2048, 5, Mixture(long=0.05))),
     ),
-    "draft-short": Plan(hidden=64, layers=2, rate=6e-3, seed=3, stages=(Stage(10_000_000, 256, 36, SHORT),)),
+    "draft-short": Plan(hidden=64, layers=2, rate=6e-3, seed=3, stages=(Stage(5_000_000, 256, 36, SHORT),)),
 }
 
 
@@ -170,6 +170,7 @@ def save(model: Qwen3ForCausalLM, tok: PreTrainedTokenizerFast, out: Path, prove
     copy = Qwen3ForCausalLM(model.config)
     copy.load_state_dict(model.state_dict())
     copy.to(torch.bfloat16).save_pretrained(out)
+    (out / "model.safetensors").chmod(0o644)
     tok.save_pretrained(out)
     versions = {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__}
     (out / "provenance.json").write_text(json.dumps({**provenance, "versions": versions}, indent=1) + "\n")

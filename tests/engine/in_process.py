@@ -70,12 +70,14 @@ def main(kind: str, out: Path) -> None:
         started = time.perf_counter()
         outputs = llm.generate(prompts, params, use_tqdm=False)
         seconds.append(time.perf_counter() - started)
-        verified = []
+        verified: list[Any] = []
+        steps: list[int] = []
         while socket is not None and socket.poll(200):
             frame = decode_msgpack(socket.recv())
             assert isinstance(frame, VerificationStep)
-            assert frame.dropped == 0
+            steps.append(frame.step)
             verified += frame.requests
+        assert not steps or steps == list(range(steps[0], steps[0] + len(steps))), "a frame was lost"
         counted = {k: v - before[k] for k, v in counters(llm).items()}
         return [list(o.outputs[0].token_ids) for o in outputs], verified, counted
 

@@ -134,10 +134,16 @@ async def test_no_filtered_token_is_accepted_inside_the_trace(running: RunningSt
 
 async def test_the_engine_itself_refuses_a_bad_rule_by_name(running: RunningStack) -> None:
     body = {"model": "target", "messages": [{"role": "user", "content": LONG}], "vllm_xargs": {"ag_rule": "cactus:delta=-1"}}
-    async with httpx2.AsyncClient(base_url=running.stack.engine.url) as client:
+    key = {"Authorization": f"Bearer {running.stack.engine.api_key}"}
+    async with httpx2.AsyncClient(base_url=running.stack.engine.url, headers=key) as client:
         reply = await client.post("/v1/chat/completions", json=body)
     assert reply.status_code == 400
     assert "ag_rule='cactus:delta=-1': delta is a number from 0 to inf" in reply.text
+
+
+async def test_the_engines_own_port_is_closed_to_others(running: RunningStack) -> None:
+    async with httpx2.AsyncClient(base_url=running.stack.engine.url) as client:
+        assert (await client.post("/v1/chat/completions", json={"model": "target", "messages": []})).status_code == 401
 
 
 async def test_any_text_can_be_a_prompt(running: RunningStack) -> None:

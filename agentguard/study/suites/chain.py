@@ -61,7 +61,8 @@ def make_problem(rng: random.Random, variables: int, *, previous: int | None = N
     """Draw a chain of ``variables`` assignments; with ``previous`` the first one reads ``ans``."""
     if not 2 <= variables <= len(NAMES):
         raise ValueError(f"variables={variables}: a chain has 2 to {len(NAMES)}")
-    first = rng.randrange(MODULUS) if previous is None else previous
+    drawn = rng.randrange(MODULUS)  # drawn either way, so that the chain is the same with and without a previous answer
+    first = drawn if previous is None else previous
     lines, values = [Assignment(NAMES[0], None, 0)], [first]
     text = [f"{NAMES[0]}={'ans' if previous is not None else first}"]
     for i in range(1, variables):
