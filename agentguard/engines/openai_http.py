@@ -25,7 +25,7 @@ class OpenAIEngine:
         *,
         name: str = "engine-0",
         api_key: str | None = None,
-        connect_timeout_s: float = 5.0,
+        connect_timeout_s: float = 30.0,
         read_timeout_s: float = 300.0,
     ) -> None:
         self.name = name
@@ -80,9 +80,9 @@ class OpenAIEngine:
                 ended = False
                 async for event in httpx2.EventSource(response, MAX_EVENT_BYTES):
                     if event.data == "[DONE]":
-                        ended = True
-                        break
-                    yield _chunk(event.data)
+                        ended = True  # read on to the end of the body, so that the connection can be used again
+                    elif not ended:
+                        yield _chunk(event.data)
                 if not ended:
                     raise EngineDiedError(
                         f"engine {self.name} ended the stream of request {headers['X-Request-Id']} before its end"

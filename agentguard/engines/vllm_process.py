@@ -34,6 +34,9 @@ from agentguard.policy import Policy
 
 STOP_GRACE_S = 15.0
 LOG_TAIL_LINES = 12
+_LOG_PREFIX = re.compile(r"^\([^)]*\)\s*((ERROR|INFO|WARNING) \S+ \S+ \[[^]]*\]\s*)?")
+_ERROR_LINE = re.compile(r"^\w*(\.\w+)*(Error|Exception)\b")
+_EXIT_NOISE = re.compile(r"^(nanobind: | - (leaked|\.\.\.)|See https://nanobind)")
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PDEATHSIG = 1
 
@@ -192,15 +195,15 @@ def free_port() -> int:
 
 
 def tail(log: Path) -> str:
-    """The lines of the log that say why: from the last error on, else the last ones."""
+    """The lines of the log that say why: the first error of its last part, and its last lines."""
     try:
         with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - (64 << 10)))
+            file.seek(max(0, log.stat().st_size - (256 << 10)))
             lines = file.read().decode(errors="replace").splitlines()
     except OSError:
         return "(no log)"
-    clean = [re.sub(r"^\([^)]*\)\s*(ERROR \S+ \S+ \[[^]]*\]\s*)?", "", line) for line in lines if line.strip()]
-    errors = [line for line in clean if re.match(r"^\w*(\.\w+)*(Error|Exception)\b", line)]
+    clean = [_LOG_PREFIX.sub("", line) for line in lines if line.strip() and not _EXIT_NOISE.match(line)]
+    errors = [line for line in clean if _ERROR_LINE.match(line)]
     return "\n".join(errors[:1] + clean[-LOG_TAIL_LINES:])
 
 

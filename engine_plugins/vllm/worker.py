@@ -63,6 +63,7 @@ def install(worker: Any) -> None:
     default = RuleSpec.parse(settings.get("rule", "strict"), what="additional_config.agentguard.rule")
     if current_platform.is_cpu():
         cpu_fixes.install(rejection_sampler)
+        cpu_fixes.rewind_discarded_draws(worker.model_runner)
         logger.info("agentguard: expand_batch_to_tokens replaced (vllm#55005)")
     speculative = config.speculative_config
     if speculative is None:

@@ -19,14 +19,12 @@ from agentguard.study.command import Outcome, run_study
 from agentguard.study.runner import StudyPlan, parse_arms
 from agentguard.telemetry.recorder import replay
 
-ARMS = (
-    "strict;cactus:delta=0.1;cactus:delta=0.25;cactus:delta=0.5;cactus:delta=1;"
-    "cactus:delta=0.1,p_min=0.1,top_k=10;cactus:delta=0.25,p_min=0.1,top_k=10;cactus:delta=0.5,p_min=0.1,top_k=10"
-)
+RULES = ("cactus:delta=0.1", "cactus:delta=0.5", "cactus:delta=1", "interp:w=0.3", "interp:w=1")
+ARMS = ";".join(("strict", *RULES, *(f"{rule},p_min=0.1,top_k=10" for rule in RULES)))
 
 
 async def study(weights: Path, scratch: Path, draft: str, suite: str, arms: str, n: int, seed: int, temperature: float) -> Outcome:
-    plan = StudyPlan(suites.get(suite), parse_arms(arms), n, seed, temperature, concurrency=32)
+    plan = StudyPlan(suites.get(suite), parse_arms(arms), n, seed, temperature, concurrency=24)
     policy = Policy(model=str(weights / "target"), draft=str(weights / draft))
     return await run_study(plan, policy, scratch / f"{draft}-{suite}-{temperature:g}.jsonl")
 

@@ -146,6 +146,21 @@ async def test_the_engines_own_port_is_closed_to_others(running: RunningStack) -
         assert (await client.post("/v1/chat/completions", json={"model": "target", "messages": []})).status_code == 401
 
 
+async def test_seeded_requests_survive_a_prefill_in_chunks(running: RunningStack) -> None:
+    """Eight prompts of some 800 tokens exceed a step's 4,096, so one is prefilled in two; stock vLLM on CPU dies of its seed."""
+    history = [
+        {"role": role, "content": content}
+        for i in range(40)
+        for role, content in (("user", f"a={i};b=a+8;c=b-3;?c"), ("assistant", str((i + 5) % 100)))
+    ]
+    messages = [*history, {"role": "user", "content": LONG}]
+    replies = await asyncio.gather(
+        *(ask(running.stack.url, messages=[*messages[2 * i :]], temperature=1.0, seed=i, max_tokens=500) for i in range(8))
+    )
+    assert sum(r["usage"]["prompt_tokens"] for r in replies) > 4096
+    assert all(r["choices"][0]["message"]["content"] for r in replies)
+
+
 async def test_any_text_can_be_a_prompt(running: RunningStack) -> None:
     reply = await ask(
         running.stack.url, messages=[{"role": "user", "content": "Grüße! ¿Qué 漢字 123? \x07"}], max_tokens=40, temperature=1.0
