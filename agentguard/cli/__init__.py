@@ -55,7 +55,8 @@ def main() -> None:
     """The console script: every deliberate error becomes one message on stderr and its exit code."""
     try:
         status = cli(standalone_mode=False)
-    except click.exceptions.Abort:
+    except (click.exceptions.Abort, KeyboardInterrupt):  # click turns the second into the first
+        click.echo("agentguard: interrupted", err=True)
         status = 130
     except click.ClickException as error:
         error.show()
@@ -63,7 +64,4 @@ def main() -> None:
     except AgentGuardError as error:
         click.echo(f"agentguard: {error}", err=True)
         status = error.exit_code
-    except KeyboardInterrupt:
-        click.echo("agentguard: interrupted", err=True)
-        status = 130
     sys.exit(status)

