@@ -7,4 +7,6 @@ from vllm.v1.sample import rejection_sampler
 
 current_platform.register_triton_kernel_overrides()
 stock = rejection_sampler
+# taken before any test installs the correction
+stock_expand_batch_to_tokens = rejection_sampler.expand_batch_to_tokens
 IS_CPU = current_platform.is_cpu()

@@ -21,5 +21,5 @@ def test_each_value_stands_once_for_each_row(dtype: torch.dtype) -> None:
 def test_the_stock_function_is_still_broken() -> None:
     """When this fails, vllm#55005 is fixed in the installed wheel: remove `engine_plugins.vllm.cpu_fixes` and this test."""
     torch.full((64,), 7.0)  # freed at once, so that uninitialised memory holds something else than zeros
-    expanded = stock_kernels.stock.expand_batch_to_tokens(torch.full((8,), 0.5), torch.arange(8, 65, 8, dtype=torch.int32), 64)
+    expanded = stock_kernels.stock_expand_batch_to_tokens(torch.full((8,), 0.5), torch.arange(8, 65, 8, dtype=torch.int32), 64)
     assert expanded.tolist() != [0.5] * 64
