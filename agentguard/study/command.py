@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from agentguard import __version__
 from agentguard.engines.openai_http import OpenAIEngine
 from agentguard.engines.vllm_process import describe
+from agentguard.errors import EngineError
 from agentguard.gateway.server import Stack, serve_stack
 from agentguard.study.results import ArmResult, summarise
 from agentguard.study.runner import StudyPlan, run
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
     from agentguard.policy import Policy
 
+ENGINE_END_S = 20.0
 __all__ = ["Outcome", "run_study", "write_json"]
 
 
@@ -74,8 +76,9 @@ async def _unless_engine_ends(stack: Stack, work: Any) -> None:
             raise watching.result()
         failure = working.exception()
         if failure is not None:
-            # a dead engine shows as a broken request first; the process tells the reason a moment later
-            await asyncio.wait((watching,), timeout=5)
+            if isinstance(failure, EngineError) and getattr(failure, "status", 500) >= 500:
+                # a dead engine shows as a broken request first; its server ends some seconds later, and then says why
+                await asyncio.wait((watching,), timeout=ENGINE_END_S)
             raise watching.result() if watching.done() else failure
     finally:
         for task in (working, watching):

@@ -65,6 +65,14 @@ PLANS = {
             Stage(3_000_000, 4096, 3, Mixture(error=0.06, long=0.08)),
         ),
     ),
+    # a second run from the first one's state (--init): long chains were still right in 17 % only, and stopped too early
+    "target-long": Plan(
+        hidden=192,
+        layers=4,
+        rate=1.5e-3,
+        seed=11,
+        stages=(Stage(2_600_000, 4096, 3, Mixture(error=0.06, long=0.25)),),
+    ),
     "draft": Plan(
         hidden=64,
         layers=2,
