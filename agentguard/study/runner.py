@@ -80,6 +80,7 @@ async def _session(
         problem = plan.suite.problem(plan.seed, number, step, previous)
         messages.append({"role": "user", "content": problem.text})
         body = {
+            **plan.suite.sampling,
             "model": model,
             "messages": messages,
             "temperature": plan.temperature,

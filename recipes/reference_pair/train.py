@@ -71,7 +71,7 @@ PLANS = {
         layers=4,
         rate=1.5e-3,
         seed=11,
-        stages=(Stage(2_600_000, 4096, 3, Mixture(error=0.06, long=0.25)),),
+        stages=(Stage(1_000_000, 4096, 2, Mixture(error=0.06, long=0.25)),),
     ),
     "draft": Plan(
         hidden=64,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from agentguard.errors import ConfigError, nearest
 from agentguard.study.suites.chain import Problem, make_problem
@@ -12,12 +13,16 @@ from agentguard.study.suites.chain import Problem, make_problem
 
 @dataclass(frozen=True, slots=True)
 class Suite:
-    """``steps`` model calls a session; ``max_tokens`` is the client's limit of each call."""
+    """``steps`` model calls a session; ``max_tokens`` is the client's limit of each call.
+
+    ``sampling`` is sent with every request of the suite.
+    """
 
     name: str
     steps: int
     max_tokens: int
     draw: Callable[[random.Random, int | None], Problem]
+    sampling: Mapping[str, Any] = field(default_factory=dict)
 
     def problem(self, seed: int, session: int, step: int, previous: int | None) -> Problem:
         """The problem of a step. Equal for every arm, except for what depends on the arm's own previous answer."""
@@ -30,7 +35,6 @@ def _chain(rng: random.Random, previous: int | None) -> Problem:
 
 def _long(rng: random.Random, previous: int | None) -> Problem:
     variables = rng.randint(10, 16)
-    # a check line is 9 to 10 tokens: this many passes write 2,000 of them before the trace may stop
     return make_problem(rng, variables, previous=previous, passes=2200 // (10 * variables) + 1)
 
 
@@ -38,7 +42,9 @@ SUITES = {
     suite.name: suite
     for suite in (
         Suite("chain", steps=1, max_tokens=1024, draw=_chain),
-        Suite("chain-long", steps=1, max_tokens=3800, draw=_long),
+        # The reference target miscounts asked passes and stops at 350 to 3,200 tokens (n = 24), so `chain-long` does not let it
+        # stop: where it would close the trace it writes another pass, and the guard's cutoff ends every trace near 3,200 tokens.
+        Suite("chain-long", steps=1, max_tokens=3800, draw=_long, sampling={"bad_words": ["</think>"]}),
         Suite("chain-agent", steps=6, max_tokens=1024, draw=_chain),
     )
 }
