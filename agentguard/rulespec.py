@@ -95,6 +95,7 @@ class RuleSpec:
 
 def _written(value: float) -> str:
     """The shortest text that reads back as the same number."""
+    value = float(value)
     return str(int(value)) if value.is_integer() else repr(value)
 
 
