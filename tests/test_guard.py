@@ -348,6 +348,20 @@ async def test_cancelling_the_task_of_a_step_aborts_it_upstream() -> None:
         assert r.finished().error == "cancelled"
 
 
+async def test_a_client_that_hangs_up_while_sending_its_request_is_no_error(capfd: pytest.CaptureFixture[str]) -> None:
+    async with rig(Script()) as r:
+        host, port = r.url.removeprefix("http://").split(":")
+        _, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 500\r\n\r\n{")
+        await writer.drain()
+        await asyncio.sleep(0.2)
+        writer.close()
+        await asyncio.sleep(0.3)
+        async with httpx2.AsyncClient(base_url=r.url) as client:
+            assert (await client.get("/health")).status_code == 200
+    assert "Traceback" not in capfd.readouterr().err
+
+
 async def test_streamed_and_whole_replies_say_the_same() -> None:
     async with rig(Script(chat=list(THINKS_AND_ANSWERS))) as r, httpx2.AsyncClient(base_url=r.url) as client:
         whole = (await client.post("/v1/chat/completions", json=ASK)).json()

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import structlog
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
@@ -84,11 +84,25 @@ def create_app(guard: Guard, *, api_key: str | None = None) -> Starlette:
             Route("/agentguard/sessions", sessions),
             Route("/health", health),
         ],
-        exception_handlers={AgentGuardError: _on_error},
+        exception_handlers={AgentGuardError: _on_error, ClientDisconnect: _on_client_gone},
     )
     if api_key is not None:
         app.add_middleware(RequireKey, api_key=api_key)
+    app.add_middleware(EndQuietly)
     return app
+
+
+class EndQuietly:
+    """Pure-ASGI middleware: a request cancelled when the server ends is no error, though uvicorn would log it with a traceback."""
+
+    def __init__(self, app: Any) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await self.app(scope, receive, send)
+        except asyncio.CancelledError:
+            logger.info("request_cancelled", path=scope.get("path"))
 
 
 class RequireKey:
@@ -217,6 +231,11 @@ def _status(error: AgentGuardError) -> int:
 def _error_body(message: str, status: int) -> dict[str, Any]:
     kind = "invalid_request_error" if status < 500 else "server_error"
     return {"error": {"message": message, "type": kind, "code": status}}
+
+
+async def _on_client_gone(_: Request, __: Exception) -> Response:
+    """The client hung up while its request was still being read."""
+    return _CLIENT_GONE
 
 
 async def _on_error(_: Request, error: Exception) -> Response:
