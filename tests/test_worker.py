@@ -10,9 +10,7 @@ import pytest
 import engine_plugins.vllm as plugin
 from agentguard.errors import AgentGuardError
 from engine_plugins.vllm import worker
-from tests import stock_kernels
-
-assert stock_kernels.IS_CPU in (True, False)
+from tests import stock_kernels  # noqa: F401  # keeps the stock functions before a test here replaces them
 
 
 def a_worker(
