@@ -124,6 +124,17 @@ class StepFinished(msgspec.Struct, frozen=True, kw_only=True, tag="step_finished
     error: str = ""
 
 
+class StudyStarted(msgspec.Struct, frozen=True, kw_only=True, tag="study_started"):
+    """The first event of a study's recording: what is run, and the arms in the order of the table."""
+
+    t: float
+    suite: str
+    seed: int
+    sessions: int
+    temperature: float
+    arms: list[str]
+
+
 class Graded(msgspec.Struct, frozen=True, kw_only=True, tag="graded"):
     """A study's verdict on a step's answer. ``arm`` is the rule the session was run under."""
 
@@ -134,7 +145,7 @@ class Graded(msgspec.Struct, frozen=True, kw_only=True, tag="graded"):
     right: bool
 
 
-Event: TypeAlias = VerificationStep | EngineReady | EngineDied | StepStarted | StepFinished | Graded
+Event: TypeAlias = VerificationStep | EngineReady | EngineDied | StepStarted | StepFinished | StudyStarted | Graded
 
 encode_json = msgspec.json.Encoder().encode
 encode_msgpack = msgspec.msgpack.Encoder().encode

@@ -8,7 +8,7 @@ from typing import Any
 
 from agentguard.economics.ratios import Ratio, paired_ratio
 from agentguard.errors import AgentGuardError
-from agentguard.events import Event, Graded, StepFinished, StepStarted
+from agentguard.events import Event, Graded, StepFinished, StudyStarted
 from agentguard.rulespec import RuleSpec
 
 
@@ -47,18 +47,19 @@ class ArmResult:
 
 
 def summarise(events: Iterable[Event]) -> list[ArmResult]:
-    """The rows of a study, strict first, in the order the arms appear.
+    """The rows of a study, strict first, then in the order of its plan.
 
-    Sessions are paired by the name's part after the last '/', which is the plan's number. Raises AgentGuardError when there is no
-    strict arm, or when a session is missing in one of the arms.
+    The order is read from the `StudyStarted` event: sessions run side by side, so no order of theirs is the plan's. Sessions are
+    paired by the name's part after the last '/', which is the plan's number. Raises AgentGuardError when there is no strict arm, or
+    when a session is missing in one of the arms.
     """
     arms: dict[str, dict[str, list[StepFinished]]] = {}
     finished: dict[tuple[str, int], StepFinished] = {}
     right: dict[str, int] = {}
-    seen: dict[str, None] = {}
+    planned: list[str] = []
     for event in events:
-        if isinstance(event, StepStarted):
-            seen.setdefault(event.rule)
+        if isinstance(event, StudyStarted):
+            planned = event.arms
         elif isinstance(event, StepFinished):
             finished[event.session, event.step] = event
         elif isinstance(event, Graded):
@@ -74,10 +75,10 @@ def summarise(events: Iterable[Event]) -> list[ArmResult]:
             "the recording has no strict arm, so λ and gain have no baseline; run the study with 'strict' among --arms"
         )
     strict = arms["strict"]
-    order = sorted(arms, key=lambda arm: (arm != "strict", list(seen).index(arm)))
+    order = sorted(planned, key=lambda arm: arm != "strict")
     for arm in order:
-        if arms[arm].keys() != strict.keys():
-            missing = sorted(arms[arm].keys() ^ strict.keys())
+        if arms.get(arm, {}).keys() != strict.keys():
+            missing = sorted(arms.get(arm, {}).keys() ^ strict.keys())
             raise AgentGuardError(
                 f"arm {arm!r} and strict did not run the same plans (differing: {missing[:5]}); run the study again"
             )

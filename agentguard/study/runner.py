@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from agentguard.engines.base import Engine
 from agentguard.errors import AgentGuardError, ConfigError
-from agentguard.events import Graded
+from agentguard.events import Graded, StudyStarted
 from agentguard.rulespec import RuleSpec
 from agentguard.study.suites import Suite
 from agentguard.study.suites.chain import parse_answer
@@ -54,6 +54,12 @@ async def run(plan: StudyPlan, client: Engine, model: str, hub: Hub, on_step: Ca
 
     The first error stops all sessions and is raised.
     """
+    hub.publish(
+        StudyStarted(
+            t=time.time(), suite=plan.suite.name, seed=plan.seed, sessions=plan.sessions, temperature=plan.temperature,
+            arms=[str(arm) for arm in plan.arms],
+        )
+    )  # fmt: skip
     gate = asyncio.Semaphore(plan.concurrency)
     # a run is a new agent: without it a second run of a seed would go on in the sessions of the first
     nonce = uuid.uuid4().hex[:8]
