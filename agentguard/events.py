@@ -7,7 +7,7 @@ of them. Times are UNIX seconds; every count is in tokens unless its name says o
 
 from __future__ import annotations
 
-from enum import IntFlag
+from enum import IntFlag, StrEnum
 from typing import TypeAlias
 
 import msgspec
@@ -23,13 +23,27 @@ class RowFlag(IntFlag):
     MASKED = 16  # the target forbids the token (-inf)
     END_OF_THINK = 32  # the target's argmax closes the trace, so the row stayed strict
     GREEDY = 64  # temperature 0: the engine's greedy kernel decides
+    UNSURE = 128  # the target's entropy is above the rule's h_max, so the row stayed strict
+
+
+class Fate(StrEnum):
+    """What became of one drafted token, and why."""
+
+    STRICT = "strict"  # accepted, and strict verification would have accepted it on the same coin
+    RELAXED = "relaxed"  # accepted only because the rule relaxes
+    COIN = "coin"  # rejected by the rule's own test
+    LOW_SUPPORT = "low_support"  # rejected by the support filter
+    MASKED = "masked"  # rejected because the target forbids it
+    FORCED = "forced"  # the row was forced: accepted if it is the forced token, else rejected
+    UNREAD = "unread"  # behind the first rejected token, so nothing was decided
 
 
 class DraftRows(msgspec.Struct, frozen=True, kw_only=True):
     """The drafted tokens of one request in one round, position by position; all lists have the same length.
 
-    p, q: target and draft probability of the token (q is -1 where the drafter kept none); rank: how many tokens the target finds
-    more probable; strict: the probability min(1, p/q) with which strict verification would have accepted it.
+    p, q: target and draft probability of the token (q is -1 where the drafter kept none); rank: how many tokens the target
+    finds more probable; strict: the probability min(1, p/q) with which strict verification would have accepted it; would:
+    whether it would have, on the very coin that was thrown.
     """
 
     token: list[int]
@@ -38,6 +52,8 @@ class DraftRows(msgspec.Struct, frozen=True, kw_only=True):
     rank: list[int]
     strict: list[float]
     flags: list[int]
+    would: list[bool] = msgspec.field(default_factory=list)
+    fate: list[Fate] = msgspec.field(default_factory=list)
 
 
 class Verified(msgspec.Struct, frozen=True, kw_only=True):

@@ -313,7 +313,11 @@ class Guard:
         rule = xargs.get("ag_rule", self.policy.rule)
         if not isinstance(rule, str):
             raise ConfigError("vllm_xargs.ag_rule", rule, "write the rule as a string, for example 'cactus:delta=0.25'")
-        return {"ag_phase": self.policy.phase} | xargs | {"ag_rule": str(RuleSpec.parse(rule, what="vllm_xargs.ag_rule"))}
+        return (
+            {"ag_phase": self.policy.phase}
+            | xargs
+            | {"ag_rule": str(RuleSpec.parse(rule, what="vllm_xargs.ag_rule").for_request())}
+        )
 
 
 def _last(ids: list[int], token: int | None) -> int:

@@ -159,8 +159,8 @@ def test_bad_request_keys_are_named(args: dict[str, Any], named: str) -> None:
 
 
 def test_keys_of_others_are_left_alone() -> None:
-    read = RequestParams.read({"session_id": "x", "other": 1}, policy.RuleSpec.parse("cactus:0.2"))
-    assert (str(read.rule), read.phase) == ("cactus:delta=0.2", "think")
+    read = RequestParams.read({"session_id": "x", "other": 1}, policy.RuleSpec.parse("cactus:0.2,p_min=0"))
+    assert (str(read.rule), read.phase) == ("cactus:delta=0.2,p_min=0,top_k=10", "think")
     assert RequestParams.read(None, policy.RuleSpec("strict")).rule == policy.RuleSpec("strict")
 
 

@@ -19,7 +19,12 @@ from engine_plugins import rules
         (" cactus:delta=0.25 ", "cactus:delta=0.25"),
         ("cactus:delta=0.25,p_min=0.1,top_k=10", "cactus:delta=0.25,p_min=0.1,top_k=10"),
         ("cactus:0.25,top_k=10,p_min=0.1", "cactus:delta=0.25,p_min=0.1,top_k=10"),
-        ("cactus:delta=0.25,p_min=0,top_k=0", "cactus:delta=0.25"),
+        ("cactus:delta=0.25,p_min=0,top_k=0", "cactus:delta=0.25,p_min=0,top_k=0"),
+        ("typical:delta=0.3,eps=0.09", "typical:eps=0.09,delta=0.3"),
+        ("casc-opt:-inf", "casc-opt:alpha=-inf"),
+        ("fuzzy:T=inf,h_max=2", "fuzzy:T=inf,h_max=2"),
+        ("top-k:3", "top-k:k=3"),
+        ("strict:p_min=0.1", "strict:p_min=0.1"),
         ("cactus:inf", "cactus:delta=inf"),
         ("interp:w=1", "interp:w=1"),
     ],
@@ -70,3 +75,39 @@ def test_the_grammar_and_the_rules_have_the_same_names_and_knobs() -> None:
     for name, knobs in KNOBS.items():
         spec = RuleSpec(name, {k.name: k.low if math.isfinite(k.low) else 0.0 for k in knobs})
         assert rules.get(spec).rule.name == name
+
+
+@pytest.mark.parametrize(
+    ("text", "requested", "studied"),
+    [
+        ("cactus:0.2", "cactus:delta=0.2,p_min=0.1,top_k=10", "cactus:delta=0.2,p_min=0,top_k=0"),
+        ("cactus:0.2,p_min=0.3", "cactus:delta=0.2,p_min=0.3,top_k=10", "cactus:delta=0.2,p_min=0.3,top_k=0"),
+        ("cactus:0.2,p_min=0,top_k=0", "cactus:delta=0.2,p_min=0,top_k=0", "cactus:delta=0.2,p_min=0,top_k=0"),
+        ("cactus:0", "cactus:delta=0", "cactus:delta=0"),
+        ("strict", "strict", "strict"),
+        ("strict:p_min=0.2", "strict:p_min=0.2", "strict:p_min=0.2"),
+        ("r-fuzzy:-1", "r-fuzzy:T=-1", "r-fuzzy:T=-1"),
+    ],
+)
+def test_a_relaxed_request_is_filtered_unless_it_says_no_and_a_study_arm_is_what_it_says(
+    text: str, requested: str, studied: str
+) -> None:
+    spec = RuleSpec.parse(text)
+    assert str(spec.for_request()) == requested
+    assert str(spec.as_it_stands()) == studied
+    assert spec.as_it_stands().for_request() == spec.as_it_stands()
+
+
+@pytest.mark.parametrize("name", list(KNOBS))
+def test_the_usual_values_of_every_rule_are_in_range_and_relax(name: str) -> None:
+    knobs = KNOBS[name]
+    text = name + (":" if knobs else "") + ",".join(f"{k.name}={k.usual}" for k in knobs)
+    assert RuleSpec.parse(text).relaxed == (name != "strict")
+    for knob in knobs:
+        assert knob.strict is None or not knob.strict(knob.usual)
+
+
+@pytest.mark.parametrize(("p_min", "top_k"), [(1.5, None), (None, -1), (None, 2.5), (math.nan, 1)])
+def test_a_filter_out_of_range_is_refused(p_min: float | None, top_k: int | None) -> None:
+    with pytest.raises(ConfigError, match=r"p_min|top_k"):
+        RuleSpec("strict").filtered_by(p_min, top_k)

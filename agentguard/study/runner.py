@@ -92,7 +92,7 @@ async def _session(
             "temperature": plan.temperature,
             "max_tokens": plan.suite.max_tokens,
             "seed": _seed(plan.seed, number, step),
-            "vllm_xargs": {"ag_rule": str(arm)},
+            "vllm_xargs": {"ag_rule": str(arm.as_it_stands())},
         }
         answer = ""
         async with aclosing(client.chat(body, f"{number}-{step}", name)) as chunks:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
-from engine_plugins.rules.base import Pair, Rule
+from engine_plugins.rules.base import Edit, Reducible, Rows
 
 
-class Interp(Rule):
-    """pi = w q + (1 - w) p, reducible: the output's law is pi and the acceptance 1 - TV(pi, q).
+class Interp(Reducible):
+    """pi = w q + (1 - w) p, so TV(pi, p) = w TV(p, q). Source: MANGA-UOFA/Cactus, cactus/interp.py.
 
-    ``w`` in [0, 1]: 0 is strict bit for bit, 1 emits the draft alone and accepts every draft token. At temperature 0 the engine's
-    greedy kernel decides and the rule does not apply.
+    a(x) = min(1, w + (1 - w) p(x)/q(x)), and the residual max(pi - q, 0) = (1 - w) max(p - q, 0) is the stock one. ``w`` in [0,
+    1]: 0 is strict bit for bit, 1 emits the draft alone and accepts every draft token.
     """
 
     name = "interp"
@@ -19,8 +20,13 @@ class Interp(Rule):
     def __init__(self, w: float) -> None:
         self.w = w
 
-    def pair(self, p: torch.Tensor, q: torch.Tensor, x: torch.Tensor) -> Pair:
+    def pi(self, rows: Rows) -> Tensor:
+        return torch.lerp(rows.p, rows.q, self.w)
+
+    def edit(self, rows: Rows) -> Edit | None:
         if self.w == 0:
-            return p, q
-        # lerp(w=1) is q itself, so p'(x)/q'(x) is 1 up to the kernel's own softmax
-        return torch.lerp(p, q, self.w), q
+            return None
+        # where p(x) >= q(x) strict accepts as well, and a draft token of probability 0 is not drafted
+        where = rows.px < rows.qx
+        ratio = torch.where(where, rows.px / rows.qx, 1.0)
+        return rows.accept(self.w + (1 - self.w) * ratio, where)

@@ -8,36 +8,49 @@ temperature, top-k and top-p.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
-from engine_plugins.rules.base import Pair
+from engine_plugins.rules.base import Edit, Rows, Rule
 
 
-def outside_support(p: torch.Tensor, x: torch.Tensor, p_min: float, top_k: int) -> torch.Tensor:
+def outside_support(rows: Rows, p_min: float, top_k: int) -> Tensor:
     """[rows] bool: x has p(x) < p_min, or top_k or more tokens are more probable. 0 switches a condition off.
 
-    p: [rows, V]; x: [rows] int64.
+    A token the target forbids is outside any support, and a token that holds all of the mass is inside.
     """
-    px = p.gather(-1, x.unsqueeze(-1))
-    outside = px.squeeze(-1) <= 0  # a token the target forbids is outside any support
-    if p_min > 0:
-        outside |= px.squeeze(-1) < p_min
+    px = rows.px
+    outside = (rows.lx == -torch.inf) | (px < p_min)
     if top_k > 0:
-        outside |= (p > px).sum(-1) >= top_k
+        # rank r means r more tokens above p(x), so (r + 1) p(x) < 1: with p_min = 0.1 the default top_k = 10 follows from it
+        open_ = (~outside & (px * (top_k + 1) < 1.001)).nonzero().squeeze(-1)
+        if open_.numel():
+            matrix = rows.p if "p" in rows.__dict__ else rows.logits
+            some = matrix[open_]
+            rank = (some > rows.at_x(matrix)[open_].unsqueeze(-1)).sum(-1)
+            outside[open_] = rank >= top_k
+    alone = (outside & (px > 0.999)).nonzero().squeeze(-1)
+    if alone.numel():  # p_min = 1 and a rounded p(x): nothing could take its place
+        outside[alone] = (rows.logits[alone] > -torch.inf).sum(-1) > 1
     return outside
 
 
-def reject(pair: Pair, p: torch.Tensor, x: torch.Tensor, rows: torch.Tensor) -> Pair:
-    """The pair that never accepts x in the given rows, and never resamples it there.
+def reject(rule: Rule, rows: Rows) -> Edit:
+    """The edit that never accepts x in any of the rows, and never resamples it there: p'(x) = 0, then renormalised.
 
-    p'(x) = 0 alone would still accept when the coin is exactly 0, so q'(x) = 0 as well (V1 reads q' as it is: rules.md, 2.3).
-    Where the rule had put all of p' on x, p without x takes its place. rows: [rows] bool.
+    Where p' had all of its mass on x, p without x takes its place. Only the target's own tokens may take x's place: p' may hold
+    mass where p = 0, which the rule would have left to q'.
     """
-    accept, draft = pair
-    at = x.unsqueeze(-1)
-    # only the target's own tokens may take its place: p' may hold mass where p = 0, which its rule would have left to q'
-    without = torch.where(p > 0, accept.scatter(-1, at, 0.0), 0.0)
-    mass = without.sum(-1, keepdim=True)
-    fallback = p.scatter(-1, at, 0.0)
-    without = torch.where(mass > 0, without / mass.clamp_min(1e-30), fallback / fallback.sum(-1, keepdim=True).clamp_min(1e-30))
-    hit = rows.unsqueeze(-1)
-    return torch.where(hit, without, accept), torch.where(hit, draft.scatter(-1, at, 0.0), draft)
+    if rule.keeps_target:
+        return Edit(lx=torch.full_like(rows.lx, -torch.inf))
+    p, q = rule.definition(rows)
+    at = rows.x.unsqueeze(-1)
+    left = torch.where(rows.logits > -torch.inf, p, 0.0).scatter_(-1, at, 0.0)
+    empty = left.sum(-1, keepdim=True) <= 0
+    logits = torch.where(empty, rows.logits, left.log_()).scatter_(-1, at, -torch.inf)
+    return Edit(rows=torch.arange(len(rows.x), device=rows.x.device), logits=logits, q=None if q is rows.q else q)
+
+
+def entropy(rows: Rows) -> Tensor:
+    """[rows] H(p) in nats."""
+    p = rows.p
+    return -torch.xlogy(p, p).sum(-1)

@@ -36,4 +36,4 @@ class RequestParams:
             raise ConfigError("ag_rule", text, "write the rule as a string, for example 'cactus:delta=0.25'")
         if phase not in get_args(Phase):
             raise ConfigError("ag_phase", phase, "one of " + ", ".join(get_args(Phase)))
-        return cls(default if text is None else RuleSpec.parse(text), phase)
+        return cls((default if text is None else RuleSpec.parse(text)).for_request(), phase)

@@ -13,6 +13,7 @@ import pytest
 
 from agentguard.engines.openai_http import OpenAIEngine
 from agentguard.events import Event, RowFlag, StepFinished, VerificationStep
+from agentguard.rulespec import RuleSpec
 from agentguard.study import suites
 from agentguard.study.results import summarise
 from agentguard.study.runner import StudyPlan, parse_arms, run
@@ -92,7 +93,7 @@ async def test_rules_are_chosen_per_request_in_one_batch(running: RunningStack) 
         *(ask(running.stack.url, temperature=1.0, seed=i, max_tokens=600, vllm_xargs={"ag_rule": r}) for i, r in enumerate(rules))
     )
     steps = finished(running.events[mark:])
-    assert sorted(s.rule for s in steps) == sorted(rules)
+    assert sorted(s.rule for s in steps) == sorted(str(RuleSpec.parse(r).for_request()) for r in rules)
     await asyncio.sleep(0.3)
     sizes = [len(e.requests) for e in running.events[mark:] if isinstance(e, VerificationStep)]
     assert max(sizes) > 4, "the requests ran in one batch"
