@@ -71,7 +71,9 @@ def measure(v: int, n: int, repeats: int) -> list[dict[str, Any]]:
         return rejection_sampler.rejection_sample(x.int(), [K] * size, K, ends, q, logits, bonus, metadata)  # type: ignore[no-any-return]
 
     base = seconds(stock, lambda: None, repeats)
-    out = [{"rule": "stock", "filter": False, "V": v, "rows": n, "ms": base * 1e3, "ratio": 1.0, "peak_mib": peak_bytes(stock) / 2**20}]
+    out = [
+        {"rule": "stock", "filter": False, "V": v, "rows": n, "ms": base * 1e3, "ratio": 1.0, "peak_mib": peak_bytes(stock) / 2**20}
+    ]
     for name, knobs in KNOBS.items():
         text = str(RuleSpec(name, {k.name: float(k.usual) for k in knobs}))
         for filtered in (True, False):
@@ -82,7 +84,14 @@ def measure(v: int, n: int, repeats: int) -> list[dict[str, Any]]:
 
             spent = seconds(call, lambda: draft.copy_(q), repeats)
             draft.copy_(q)
-            row = {"rule": str(rule.spec), "filter": rule.spec.filtered, "V": v, "rows": n, "ms": spent * 1e3, "ratio": spent / base}
+            row = {
+                "rule": str(rule.spec),
+                "filter": rule.spec.filtered,
+                "V": v,
+                "rows": n,
+                "ms": spent * 1e3,
+                "ratio": spent / base,
+            }
             out.append(row | {"peak_mib": peak_bytes(call) / 2**20})
     return out
 
@@ -99,7 +108,9 @@ def main() -> None:
     for v in arguments.vocab:
         for n in arguments.rows:
             for row in measure(v, n, arguments.repeats):
-                print(f"{row['V']:>7} {row['rows']:>4} {row['ms']:>9.2f} ms {row['ratio']:>7.3f} {row['peak_mib']:>7.1f} MiB  {row['rule']}")
+                print(
+                    f"{row['V']:>7} {row['rows']:>4} {row['ms']:>9.2f} ms {row['ratio']:>7.3f} {row['peak_mib']:>7.1f} MiB  {row['rule']}"
+                )
                 results.append(row)
     if arguments.json:
         document = {"torch": torch.__version__, "threads": torch.get_num_threads(), "rows": results}

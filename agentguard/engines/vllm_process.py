@@ -112,6 +112,8 @@ def command(policy: Policy, port: int, telemetry: str) -> list[str]:
 def environment(policy: Policy, api_key: str) -> dict[str, str]:
     """The engine's environment. Its port gets a key of its own: on loopback any user of the machine could go round the gateway."""
     env = dict(os.environ)
+    # far above every client's own limit, so that no idle connection is closed under a request
+    env.setdefault("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "75")
     env |= {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_API_KEY": api_key}
     if is_cpu_build():
         env["VLLM_CPU_KVCACHE_SPACE"] = f"{policy.engine.kv_cache_gb:g}"

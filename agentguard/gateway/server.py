@@ -61,7 +61,13 @@ async def serve_stack(
 @asynccontextmanager
 async def gateway(guard: Guard, listener: socket.socket, *, api_key: str | None = None) -> AsyncIterator[str]:
     """The gateway as a server in this event loop, on a bound socket; yields its URL."""
-    config = uvicorn.Config(create_app(guard, api_key=api_key), log_level="warning", access_log=False, timeout_graceful_shutdown=5)
+    config = uvicorn.Config(
+        create_app(guard, api_key=api_key),
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=5,
+        timeout_keep_alive=75,  # agents think and run tools between two steps; uvicorn's 5 s would close under them
+    )
     server = _Server(config)
     async with owned_task(server.serve(sockets=[listener]), "gateway") as task:
         while not server.started and not task.done():  # noqa: ASYNC110  # uvicorn sets a flag, no event

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from agentguard.economics.ratios import Ratio, paired_ratio
+from agentguard.economics.ratios import Ratio, paired_gain, paired_ratio, share
 from agentguard.errors import AgentGuardError
 from agentguard.events import Event, Graded, StepFinished, StudyStarted
 from agentguard.rulespec import RuleSpec
@@ -17,6 +17,7 @@ class ArmResult:
     """One arm's row. Token counts are generated tokens; ``accepted_length`` is draft tokens a round, without the bonus token.
 
     ``gain`` = (ℓ + 1) / (ℓ_strict + 1); ``inflation`` (λ) and ``rounds_ratio`` are ratios to strict of the sums over sessions.
+    ``accuracy`` is the share of right steps, its interval as if each session were one trial: steps of a session are correlated.
     """
 
     rule: str
@@ -28,7 +29,8 @@ class ArmResult:
     think_tokens: int
     rounds: int
     accepted_length: float
-    gain: float
+    gain: Ratio
+    accuracy: Ratio
     inflation: Ratio
     rounds_ratio: Ratio
     closes: int
@@ -37,8 +39,12 @@ class ArmResult:
 
     def as_json(self) -> dict[str, Any]:
         row = asdict(self)
-        inflation, rounds = row.pop("inflation"), row.pop("rounds_ratio")
+        inflation, rounds, gain, accuracy = (row.pop(k) for k in ("inflation", "rounds_ratio", "gain", "accuracy"))
         return row | {
+            "gain": gain["value"],
+            "gain_ci": [gain["low"], gain["high"]],
+            "accuracy": accuracy["value"],
+            "accuracy_ci": [accuracy["low"], accuracy["high"]],
             "lambda": inflation["value"],
             "lambda_ci": [inflation["low"], inflation["high"]],
             "rounds_ratio": rounds["value"],
@@ -92,7 +98,6 @@ def _row(arm: str, plans: dict[str, list[StepFinished]], strict: dict[str, list[
             f"arm {arm!r} has steps without the engine's round counts; start the engine with a draft model and "
             "--per-request-spec-decode-metrics summary"
         )
-    mine, base = accepted_length(steps), accepted_length([s for plan in strict.values() for s in plan])
     keys = sorted(plans)
     return ArmResult(
         rule=arm,
@@ -103,12 +108,11 @@ def _row(arm: str, plans: dict[str, list[StepFinished]], strict: dict[str, list[
         tokens=sum(s.tokens for s in steps),
         think_tokens=sum(s.think_tokens for s in steps),
         rounds=sum(s.rounds or 0 for s in steps),
-        accepted_length=mine,
-        gain=(mine + 1) / (base + 1),
+        accepted_length=accepted_length(steps),
+        gain=paired_gain([_verified(plans[k]) for k in keys], [_verified(strict[k]) for k in keys]),
+        accuracy=share(len(plans) * right / len(steps), len(plans)),
         inflation=paired_ratio([sum(s.tokens for s in plans[k]) for k in keys], [sum(s.tokens for s in strict[k]) for k in keys]),
-        rounds_ratio=paired_ratio(
-            [sum(s.rounds or 0 for s in plans[k]) for k in keys], [sum(s.rounds or 0 for s in strict[k]) for k in keys]
-        ),
+        rounds_ratio=paired_ratio([_verified(plans[k])[1] for k in keys], [_verified(strict[k])[1] for k in keys]),
         closes=sum(bool(s.closed) for s in steps),
         empty_answers=sum(s.empty_answer for s in steps),
         ttlt_s=sum(s.ttlt_s for s in steps) / len(steps),
@@ -117,5 +121,10 @@ def _row(arm: str, plans: dict[str, list[StepFinished]], strict: dict[str, list[
 
 def accepted_length(steps: Sequence[StepFinished]) -> float:
     """ℓ over all rounds of the steps."""
-    rounds = sum(s.rounds or 0 for s in steps)
-    return sum(s.accepted or 0 for s in steps) / rounds if rounds else 0.0
+    accepted, rounds = _verified(steps)
+    return accepted / rounds if rounds else 0.0
+
+
+def _verified(steps: Sequence[StepFinished]) -> tuple[int, int]:
+    """Accepted draft tokens and rounds."""
+    return sum(s.accepted or 0 for s in steps), sum(s.rounds or 0 for s in steps)

@@ -8,8 +8,8 @@ with its own drafted token, so the pair may depend on x.
 A pair is not unique, and most rules have one that differs from (p, q) in a single entry. The kernel forgives any factor in a
 residual and reads p'(x) and q'(x) for nothing but their ratio, so a rule whose residual is the stock one only has to set q'(x)
 = p(x)/a(x). An `Edit` says what differs; a rule gives its textbook pair (`definition`) and, where it is worth it, an equivalent
-cheaper `edit`. At V = 151,936 and 384 rows the edits cost 0.1 to 0.5 of the stock call where textbook pairs cost 2.3 to 5.5
-(benchmarks/rules.py).
+cheaper `edit`. At V = 151,936 and 384 rows an unfiltered edit costs 0.1 to 0.6 of the stock call (mentored decoding 5), where
+textbook pairs cost 2.3 to 5.5 (benchmarks/rules.py).
 """
 
 from __future__ import annotations

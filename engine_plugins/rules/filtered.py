@@ -44,6 +44,11 @@ class FilteredRule:
     spec: RuleSpec
     rule: Rule
 
+    @property
+    def acts(self) -> bool:
+        """False for strict without a filter, and for a rule at its strict limit: no row is read."""
+        return self.spec.relaxed or self.spec.filtered
+
     def pair(self, p: Tensor, q: Tensor, x: Tensor) -> Pair:
         """The pair (p', q') to verify with, in new tensors of p's precision.
 
@@ -53,7 +58,8 @@ class FilteredRule:
         logits = p.log()
         changed, draft = logits.clone(), q.to(p.dtype, copy=True)
         rewritten = Rewritten(torch.zeros_like(x, dtype=torch.bool), torch.zeros_like(x, dtype=torch.bool))
-        self._apply(Rows.of(p, q, x), torch.arange(len(x), device=x.device), slice(0, len(x)), changed, draft, rewritten)
+        if self.acts:
+            self._apply(Rows.of(p, q, x), torch.arange(len(x), device=x.device), slice(0, len(x)), changed, draft, rewritten)
         touched = (changed != logits).any(-1, keepdim=True)
         return torch.where(touched, changed.softmax(-1), p), draft
 
@@ -66,6 +72,8 @@ class FilteredRule:
         index = torch.arange(len(x), device=x.device) if index is None else index
         outside = torch.zeros(len(index), dtype=torch.bool, device=x.device)
         result = Rewritten(outside, outside.clone())
+        if not self.acts:
+            return result
         size = max(1, (CPU_CHUNK if logits.device.type == "cpu" else GPU_CHUNK) // logits.shape[-1])
         for start in range(0, len(index), size):
             chunk = index[start : start + size]
@@ -75,8 +83,6 @@ class FilteredRule:
 
     def _apply(self, rows: Rows, index: Tensor, into: slice, logits: Tensor, q: Tensor, result: Rewritten) -> None:
         """Write the edits of one chunk to rows ``index`` of logits and q."""
-        if not (self.spec.relaxed or self.spec.filtered):
-            return
         x = rows.x
         everything = torch.arange(len(x), device=x.device)
         outside = outside_support(rows, self.spec.p_min or 0.0, self.spec.top_k or 0)

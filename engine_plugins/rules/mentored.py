@@ -68,8 +68,8 @@ def solve(p: Tensor, q: Tensor, budget: float) -> tuple[Tensor, Tensor]:
     s = torch.ones_like(u)
     if p.shape[-1] > 4 * BINS:
         into = ((ratio + RANGE) * (BINS / (2 * RANGE))).clamp_(0, BINS - 1).long()
-        coarse = [torch.zeros_like(p[:, :BINS]).scatter_add_(-1, into, part) for part in (p, q)]
-        alpha, beta = solve(*coarse, budget)
+        none = torch.zeros_like(p[:, :BINS])
+        alpha, beta = solve(none.scatter_add(-1, into, p), none.scatter_add(-1, into, q), budget)
         started = alpha > 0
         u = torch.where(started, alpha.double().log(), u)
         s = torch.where(started, 1 / beta.double(), s)

@@ -126,7 +126,8 @@ class SeamV1:
     def _admit(self, req_id: str) -> _Request:
         state = self._runner.requests[req_id]
         params = RequestParams.read(state.sampling_params.extra_args, self._default)
-        rule = rules.get(params.rule) if params.rule.relaxed or params.rule.filtered else None
+        found = rules.get(params.rule)
+        rule = found if found.acts else None
         phase = PhaseTracker(self._markers, state.prompt_token_ids or ()) if rule and self._markers else None
         return _Request(params, rule, phase)
 

@@ -182,7 +182,7 @@ async def test_a_study_is_recomputed_from_its_recording_and_depends_on_its_seed(
         assert [r.rule for r in rows] == ["strict", RELAXED]
         assert [r.steps for r in rows] == [12, 12]
         assert sum(r.empty_answers for r in rows) == 0
-        assert (rows[0].gain, rows[0].inflation.value) == (1.0, 1.0)
+        assert (rows[0].gain.value, rows[0].inflation.value) == (1.0, 1.0)
         tables.append([(r.tokens, r.right) for r in rows])
     await client.aclose()
     assert tables[2] != tables[0]
