@@ -1,8 +1,9 @@
 """What each rule costs beside the stock verification: `python -m benchmarks.rules [--json FILE] [--vocab V ...] [--rows N ...]`.
 
-For each size, in one process: the median time of vLLM's own `rejection_sample`, and of what the plugin does before and after it for one rule, with
-the default support filter and without (`FilteredRule.rewrite` and `restore`). The ratio is rule over stock. Peak memory is what a call allocates beyond
-the rows it is given. Rows are logits N(0, 3^2) for the target and N(0, 1.5^2) more for the draft, seed 0; a drafted token is drawn from the draft.
+For each size, in one process: the median time of vLLM's own `rejection_sample`, and of what the plugin does before and after it
+for one rule, with the default support filter and without (`FilteredRule.rewrite` and `restore`). The ratio is rule over stock.
+Peak memory is what a call allocates beyond the rows it is given. Rows are logits N(0, 3^2) for the target and N(0, 1.5^2) more
+for the draft, seed 0; a drafted token is drawn from the draft.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def measure(v: int, n: int, repeats: int) -> list[dict[str, Any]]:
     ends = torch.arange(K, n + 1, K, dtype=torch.int32)
 
     def stock() -> torch.Tensor:
-        return rejection_sampler.rejection_sample(x.int(), [K] * size, K, ends, q, logits, bonus, metadata)  # type: ignore[no-any-return]
+        return rejection_sampler.rejection_sample(x.int(), [K] * size, K, ends, q, logits, bonus, metadata)
 
     base = seconds(stock, lambda: None, repeats)
     out = [
@@ -108,9 +109,8 @@ def main() -> None:
     for v in arguments.vocab:
         for n in arguments.rows:
             for row in measure(v, n, arguments.repeats):
-                print(
-                    f"{row['V']:>7} {row['rows']:>4} {row['ms']:>9.2f} ms {row['ratio']:>7.3f} {row['peak_mib']:>7.1f} MiB  {row['rule']}"
-                )
+                figures = f"{row['ms']:>9.2f} ms {row['ratio']:>7.3f} {row['peak_mib']:>7.1f} MiB"
+                print(f"{row['V']:>7} {row['rows']:>4} {figures}  {row['rule']}")
                 results.append(row)
     if arguments.json:
         document = {"torch": torch.__version__, "threads": torch.get_num_threads(), "rows": results}

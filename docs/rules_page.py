@@ -1,7 +1,7 @@
 """Writes the figure and the tables of docs/rules.md: `python docs/rules_page.py` (needs the extra `docs`).
 
-The tables come from docs/rules-study.json (`agentguard study run … --json`) and docs/rules-benchmark.json (`python -m benchmarks.rules --json`), the
-figure from `rules.exact_law`.
+The tables come from docs/rules-study.json (`agentguard study run … --json`) and docs/rules-benchmark.json (`python -m
+benchmarks.rules --json`), the figure from `rules.exact_law`.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ async def test_budget_rule_and_session_go_up() -> None:
     assert body["max_tokens"] == 90
     assert "max_completion_tokens" not in body
     assert body["thinking_token_budget"] == r.started().think_cap == 45
-    assert body["vllm_xargs"] == {"ag_rule": "cactus:delta=0.25,p_min=0.1", "ag_phase": "think"}
+    assert body["vllm_xargs"] == {"ag_rule": "cactus:delta=0.25,p_min=0.1,top_k=10", "ag_phase": "think"}
     assert body["temperature"] == 0.7
     assert headers["x-session-id"] == "me"
     assert headers["x-request-id"] == r.started().request

@@ -1,9 +1,9 @@
 """Sums over sessions, from which a mean per step and its variance follow. Constant memory, one update a step.
 
-Steps of a session are correlated, so the session is the unit. For a session i with n_i steps and the sum Y_i of a quantity, the mean a step is
-sum Y / sum n, and by linearisation its variance is sum (Y_i - mean n_i)^2 / (sum n)^2 (the ratio estimator of cluster sampling, Cochran 1977,
-section 6.3). Both need only sum n, sum n^2, sum Y, sum Y^2, sum Y n, which grow by what a step adds to its session's own sums. All sums are additive,
-so several gateways' sums make one.
+Steps of a session are correlated, so the session is the unit. For a session i with n_i steps and the sum Y_i of a quantity, the
+mean a step is sum Y / sum n, and by linearisation its variance is sum (Y_i - mean n_i)^2 / (sum n)^2 (the ratio estimator of
+cluster sampling, Cochran 1977, section 6.3). Both need only sum n, sum n^2, sum Y, sum Y^2, sum Y n, which grow by what a step
+adds to its session's own sums. All sums are additive, so several gateways' sums make one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class Mean:
 class Clusters:
     """The sums of one arm in one class.
 
-    Keys: ``sessions``, ``steps``, ``steps2`` (sum n^2), and for each quantity q of `QUANTITIES` ``q`` (sum Y), ``q2`` (sum Y^2) and ``qn`` (sum Y n).
+    Keys: ``sessions``, ``steps``, ``steps2`` (sum n^2), and for each quantity q of `QUANTITIES` ``q`` (sum Y), ``q2`` (sum Y^2)
+    and ``qn`` (sum Y n).
     """
 
     __slots__ = ("sums",)

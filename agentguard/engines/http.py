@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import httpx2
 
 KEEPALIVE_S = 2.0
-"""Idle connections are given up before the server does it: uvicorn and vLLM close them after 5 s, which is also httpx's default, and a
-request sent into a connection that is just being closed fails with a ReadError (seen once in 796 steps beside a busy CPU)."""
+"""Idle connections are given up before the server does it. uvicorn and vLLM close them after 5 s, which is httpx's default too, and
+a request sent into a connection that is just being closed fails with a ReadError (once in 796 steps beside a busy CPU)."""
 
 
 def http_client(url: str, *, timeout: httpx2.Timeout | float, headers: Mapping[str, str] | None = None) -> httpx2.AsyncClient:

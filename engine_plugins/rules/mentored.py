@@ -58,9 +58,10 @@ class Mentored(Reducible):
 def solve(p: Tensor, q: Tensor, budget: float) -> tuple[Tensor, Tensor]:
     """alpha, beta of each row, [rows]; alpha = 0 where KL(p || q) <= budget, so that q itself will do.
 
-    p, q: [rows, V]. With the tie sum max(q - p/alpha, 0) = sum max(p/beta - q, 0), the divergence D(alpha) falls as alpha rises, and
-    its derivative by log alpha is P(p <= alpha q)(1 - beta/alpha). Newton, bisecting whenever a step leaves the bracket. A large
-    vocabulary is solved on bins of the ratio first, which leaves two or three passes over the tokens. ``budget`` > 0.
+    p, q: [rows, V]. With the tie sum max(q - p/alpha, 0) = sum max(p/beta - q, 0), the divergence D(alpha) falls as alpha
+    rises, and its derivative by log alpha is P(p <= alpha q)(1 - beta/alpha). Newton, bisecting whenever a step leaves the
+    bracket. A large vocabulary is solved on bins of the ratio first, which leaves two or three passes over the tokens.
+    ``budget`` > 0.
     """
     tiny = torch.finfo(p.dtype).tiny
     ratio = p.clamp_min(tiny).log_() - q.clamp_min(tiny).log_()
@@ -75,7 +76,8 @@ def solve(p: Tensor, q: Tensor, budget: float) -> tuple[Tensor, Tensor]:
         s = torch.where(started, 1 / beta.double(), s)
     weighted = torch.where((p > 0) & (q > 0), ratio.mul_(p), 0.0)
     uncovered = ((p > 0) & (q <= 0)).any(-1)
-    enough = ~uncovered & (weighted.sum(-1) <= budget)
+    divergence = torch.where(uncovered, torch.inf, weighted.sum(-1))
+    enough = divergence <= budget
     # u = log alpha; D(0) = 0, and below the smallest ratio D no longer changes
     low, high = torch.full_like(u, -700.0), torch.zeros_like(u)
     converged = enough.clone()
@@ -99,7 +101,8 @@ def _divergence(p: Tensor, q: Tensor, weighted: Tensor, u: Tensor, s: Tensor) ->
     below = p <= alpha.unsqueeze(-1).to(p.dtype) * q  # pi = p/alpha there
     p_below = _sum(below, p)
     surplus = (_sum(below, q) - p_below / alpha).clamp_min(0)
-    # s = 1/beta solves sum max(s p - q, 0) = surplus: convex and piecewise linear in s, so Newton ends exactly, falling after its first step
+    # s = 1/beta solves sum max(s p - q, 0) = surplus: convex and piecewise linear in s, so Newton ends exactly, falling after
+    # its first step
     for _ in range(SOLVER_STEPS):
         above = s.unsqueeze(-1).to(p.dtype) * p > q
         p_above = _sum(above, p)

@@ -85,7 +85,7 @@ def main(kind: str, out: Path) -> None:
     result: dict[str, Any] = {"ids": ids, "engine": counted, "seconds": seconds[0]}
     if kind == "plugin":
         result["tap"] = tally(verified)
-        _, verified, counted = generate("interp:w=1")
+        _, verified, counted = generate("interp:w=1,p_min=0,top_k=0")
         result["accept_all"] = {
             "engine": counted,
             "tap": tally(verified),

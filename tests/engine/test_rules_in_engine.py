@@ -24,10 +24,13 @@ ACCEPT_ALL = [
 
 
 async def rounds_of(running: RunningStack, mark: int, step: StepFinished) -> list[Verified]:
+    """Every round of a step, those of a continuation behind its closed trace too."""
+    rounds: list[Verified] = []
     async with asyncio.timeout(10):
-        while len(verified(running.events[mark:], step.request)) < (step.rounds or 0):
+        while len(rounds) < (step.rounds or 0):
             await asyncio.sleep(0.05)
-    return verified(running.events[mark:], step.request)
+            rounds = [v for name in (step.request, f"{step.request}-answer") for v in verified(running.events[mark:], name)]
+    return rounds
 
 
 async def test_all_rules_in_one_batch_each_under_its_own(running: RunningStack) -> None:
