@@ -94,7 +94,11 @@ class EngineDied(msgspec.Struct, frozen=True, kw_only=True, tag="engine_died"):
 
 
 class StepStarted(msgspec.Struct, frozen=True, kw_only=True, tag="step_started"):
-    """A model call begins. ``think_cap`` is the cutoff in tokens and ``bound_by`` the term that set it."""
+    """A model call begins. ``think_cap`` is the cutoff in tokens and ``bound_by`` the term that set it.
+
+    ``arm`` is what the session was assigned ("" for a request that is not counted) in the class ``workload``, ``rule`` what it
+    really runs under, and ``assigned`` why.
+    """
 
     t: float
     session: str
@@ -106,6 +110,9 @@ class StepStarted(msgspec.Struct, frozen=True, kw_only=True, tag="step_started")
     budget: int
     think_cap: int
     bound_by: str
+    arm: str = ""
+    workload: str = ""
+    assigned: str = ""
 
 
 class StepFinished(msgspec.Struct, frozen=True, kw_only=True, tag="step_finished"):
@@ -138,6 +145,30 @@ class StepFinished(msgspec.Struct, frozen=True, kw_only=True, tag="step_finished
     estimated: bool = False
     ttlt_s: float = 0.0
     error: str = ""
+    arm: str = ""
+    workload: str = ""
+
+
+class RuleSwitched(msgspec.Struct, frozen=True, kw_only=True, tag="rule_switched"):
+    """The guard switched an arm of a workload class to strict (``on`` false) or back, with the numbers it acted on.
+
+    ``ratio`` is relaxed over strict of ``quantity`` (rounds or ttlt), with the interval that decided; ``evidence`` names the
+    class whose sums were judged.
+    """
+
+    t: float
+    workload: str
+    arm: str
+    on: bool
+    quantity: str
+    reason: str
+    evidence: str
+    ratio: float
+    low: float
+    high: float
+    sessions: int
+    control_sessions: int
+    baseline: str
 
 
 class StudyStarted(msgspec.Struct, frozen=True, kw_only=True, tag="study_started"):
@@ -161,7 +192,7 @@ class Graded(msgspec.Struct, frozen=True, kw_only=True, tag="graded"):
     right: bool
 
 
-Event: TypeAlias = VerificationStep | EngineReady | EngineDied | StepStarted | StepFinished | StudyStarted | Graded
+Event: TypeAlias = VerificationStep | EngineReady | EngineDied | StepStarted | StepFinished | RuleSwitched | StudyStarted | Graded
 
 encode_json = msgspec.json.Encoder().encode
 encode_msgpack = msgspec.msgpack.Encoder().encode

@@ -18,9 +18,11 @@ import pydantic
 import structlog
 from pydantic import BaseModel, ConfigDict, Field
 
+from agentguard.economics.classes import Classes, is_side_call, kind_of
+from agentguard.economics.ledger import Ledger, ledger_of
 from agentguard.engines.base import Chunk, Engine, EngineInfo, Stream
 from agentguard.errors import AgentGuardError, ConfigError, EngineDiedError, EngineError
-from agentguard.events import EngineDied, EngineReady, StepFinished, StepStarted
+from agentguard.events import EngineDied, EngineReady, Event, StepFinished, StepStarted, VerificationStep
 from agentguard.policy import Policy
 from agentguard.rulespec import RuleSpec
 from agentguard.session import Identity, Session, Sessions
@@ -121,17 +123,23 @@ _CONTINUED = (
 class Guard:
     """One engine, many sessions. Create with `Guard.open`; it owns no task of its own."""
 
-    def __init__(self, engine: Engine, policy: Policy, hub: Hub, info: EngineInfo, markers: MarkerIds) -> None:
+    def __init__(
+        self, engine: Engine, policy: Policy, hub: Hub, info: EngineInfo, markers: MarkerIds, ledger: Ledger | None = None
+    ) -> None:
         self.engine = engine
         self.policy = policy
         self.hub = hub
         self.info = info
         self.sessions = Sessions(policy.max_sessions)
+        self.ledger = ledger or ledger_of(policy, on_event=hub.publish)
+        self._classes = Classes()
         self._markers = markers
         self._engine_gone = False
 
     @classmethod
-    async def open(cls, engine: Engine, policy: Policy, hub: Hub, markers: Markers | None = None) -> Guard:
+    async def open(
+        cls, engine: Engine, policy: Policy, hub: Hub, markers: Markers | None = None, ledger: Ledger | None = None
+    ) -> Guard:
         """Ask the engine for its model, window and the ids of its think markers."""
         markers = markers or Markers()
         info = await engine.info()
@@ -142,28 +150,42 @@ class Guard:
                 "this version needs single-token think markers"
             )
         hub.publish(EngineReady(t=time.time(), engine=engine.name, model=info.model, max_model_len=info.max_model_len))
-        return cls(engine, policy, hub, info, MarkerIds(start[0], end[0]))
+        return cls(engine, policy, hub, info, MarkerIds(start[0], end[0]), ledger)
 
-    async def stream(self, body: Mapping[str, Any], identity: Identity) -> Stream:
+    def observe(self, event: Event) -> None:
+        """Take the engine's telemetry into the economics; a sink of the hub."""
+        if isinstance(event, VerificationStep):
+            self.ledger.verified(event)
+
+    async def stream(self, body: Mapping[str, Any], identity: Identity, *, route: str = "chat", side: bool = False) -> Stream:
         """One guarded step as OpenAI chunks. The last chunk carries usage and the finish reason came before it.
 
+        ``route`` names the protocol the client speaks and ``side`` that it calls this a side call, both for the economics.
         Raises ConfigError for a bad request (nothing was sent), EngineRequestError and EngineDiedError from the engine. Closing the
         iterator cancels the step in the engine; its accounts are published either way.
         """
         request = ChatRequest.read(body)
         if request.model not in (None, self.info.model):
             raise ConfigError("model", request.model, f"this gateway serves {self.info.model!r}; ask for that, or leave it out")
-        xargs = self._xargs(request)
+        asked = self._asked_rule(request)
         session = self.sessions.get(identity)
         prompt = await self.engine.tokenize_chat({"model": self.info.model, **body})
-        cap = self._cap(request, session, len(prompt))
+        kind = kind_of(request.messages, session.steps_started + 1)
+        workload = self._classes.name(self.info.model, route, kind)
+        side = is_side_call(body, request.limit, session_used_tools=session.used_tools, marked=side)
+        assigned = self.ledger.assign(str(identity), workload, pinned=asked, side=side)
+        xargs = {"ag_phase": self.policy.phase} | dict(request.vllm_xargs or {}) | {"ag_rule": assigned.rule}
+        cap = self._cap(request, session, len(prompt), workload)
+        session.used_tools |= bool(request.tools)
         number, request_id = session.next_step(), uuid.uuid4().hex
+        self.ledger.started(request_id, assigned)
         account = _Account(prompt, *self._open_tally(prompt))
         started, error = time.perf_counter(), "cancelled"
         self.hub.publish(
             StepStarted(
                 t=time.time(), session=str(identity), step=number, request=request_id, model=self.info.model, rule=xargs["ag_rule"],
-                prompt_tokens=len(prompt), budget=cap.budget, think_cap=cap.think_cap, bound_by=cap.bound_by,
+                prompt_tokens=len(prompt), budget=cap.budget, think_cap=cap.think_cap, bound_by=cap.bound_by, arm=assigned.arm,
+                workload=assigned.workload, assigned=assigned.reason,
             )
         )  # fmt: skip
         upstream = {**body, "model": self.info.model, "max_tokens": cap.budget, "return_token_ids": True, "vllm_xargs": xargs}
@@ -192,9 +214,11 @@ class Guard:
                 marker_tokens=tally.markers, rounds=account.rounds, drafted=account.drafted, accepted=account.accepted,
                 closed=account.closed, continued=account.continued, empty_answer=account.empty and not error,
                 finish_reason=account.finish_reason, estimated=account.estimated, ttlt_s=time.perf_counter() - started, error=error,
+                arm=assigned.arm, workload=assigned.workload,
             )  # fmt: skip
             session.add(step)
             self.hub.publish(step)
+            self.ledger.finished(step, assigned, session.sums)
 
     async def _run(
         self, request: ChatRequest, upstream: dict[str, Any], cap: Cap, account: _Account, request_id: str, session: str
@@ -290,11 +314,11 @@ class Guard:
         opened = start > _last(prompt, self._markers.end)
         return Tally(self._markers, opened=opened), len(prompt) - start - 1 if opened else 0
 
-    def _cap(self, request: ChatRequest, session: Session, prompt: int) -> Cap:
+    def _cap(self, request: ChatRequest, session: Session, prompt: int, workload: str) -> Cap:
         cutoff = self.policy.cutoff
         cap = think_cap(
             window=self.info.max_model_len, prompt=prompt, limit=request.limit, answers=session.answers,
-            growth=growth_pressure(session.traces), f_min=cutoff.f_min, f_max=cutoff.f_max,
+            growth=max(growth_pressure(session.traces), self.ledger.pressure(workload)), f_min=cutoff.f_min, f_max=cutoff.f_max,
             answer_floor=cutoff.answer_floor, margin=cutoff.margin,
         )  # fmt: skip
         if cap.budget == 0:
@@ -308,16 +332,14 @@ class Guard:
             cap = Cap(cap.budget, asked, cap.reserve, cap.growth, "client")
         return cap
 
-    def _xargs(self, request: ChatRequest) -> dict[str, Any]:
-        xargs = dict(request.vllm_xargs or {})
-        rule = xargs.get("ag_rule", self.policy.rule)
+    def _asked_rule(self, request: ChatRequest) -> str:
+        """The rule a request names itself, with its filter written out; "" for none."""
+        rule = (request.vllm_xargs or {}).get("ag_rule")
+        if rule is None:
+            return ""
         if not isinstance(rule, str):
             raise ConfigError("vllm_xargs.ag_rule", rule, "write the rule as a string, for example 'cactus:delta=0.25'")
-        return (
-            {"ag_phase": self.policy.phase}
-            | xargs
-            | {"ag_rule": str(RuleSpec.parse(rule, what="vllm_xargs.ag_rule").for_request())}
-        )
+        return str(RuleSpec.parse(rule, what="vllm_xargs.ag_rule").for_request())
 
 
 def _last(ids: list[int], token: int | None) -> int:

@@ -6,7 +6,7 @@ A recipe is YAML; unknown keys are refused with the nearest match. Inside the pr
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pydantic
 import yaml
@@ -39,6 +39,36 @@ class Cutoff(_Model):
         return self
 
 
+class Economics(_Model):
+    """Which sessions run under which rule, and when a losing rule is switched off (docs/economics.md)."""
+
+    control: float = Field(0.05, ge=0, lt=1)
+    """Share of sessions that run strict as the control group, whenever there is a relaxed arm."""
+    arms: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
+    """Relaxed arms: rule and weight. Empty: the recipe's rule, if it is relaxed."""
+    key: str = Field("agentguard", min_length=1, max_length=64)
+    """Key of the hash that assigns sessions; gateways with the same key agree."""
+    guard: bool = True
+    """Switch a losing arm to strict; off: measure only."""
+    exploration: float = Field(0.02, ge=0, le=1)
+    """Share of sessions that go on under an arm that was switched off."""
+    min_sessions: int = Field(30, ge=2)
+    """Sessions an arm before a verdict, and before a class is judged by its own sums."""
+    baseline: str | dict[str, Annotated[float, Field(gt=0)]] = "live"
+    """What arms are compared with: "live" (the control group), the JSON file of a study, or fixed means a step, such as
+    {rounds: 60}."""
+    store: str | None = None
+    """Where estimates survive a restart: sqlite:PATH, or redis://HOST:PORT/DB to share them between gateways."""
+
+    @pydantic.field_validator("arms")
+    @classmethod
+    def _known_rules(cls, value: dict[str, float]) -> dict[str, float]:
+        for rule in value:
+            if not RuleSpec.parse(rule, what="arms").relaxed:
+                raise ValueError(f"{rule!r} is strict, which the control group is; name relaxed rules")
+        return value
+
+
 class EngineOptions(_Model):
     """How vLLM is started."""
 
@@ -69,6 +99,7 @@ class Policy(_Model):
     phase: Literal["think", "answer", "both"] = "think"
     """Where the rule may relax."""
     cutoff: Cutoff = Cutoff()
+    economics: Economics = Economics()
     engine: EngineOptions = EngineOptions()
     max_sessions: int = Field(10_000, ge=1)
     """Sessions remembered; the least recently used one is forgotten first."""

@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from agentguard.economics.cells import SessionSums
 from agentguard.events import StepFinished
 
 
@@ -32,6 +33,9 @@ class Session:
     tokens: int = 0
     think_tokens: int = 0
     closes: int = 0
+    used_tools: bool = False
+    sums: dict[tuple[str, str], SessionSums] = field(default_factory=dict)
+    """This session's own sums by class and arm, for the economics."""
 
     def next_step(self) -> int:
         self.steps_started += 1

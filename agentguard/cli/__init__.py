@@ -18,6 +18,7 @@ COMMANDS = {
     "demo": ("agentguard.cli.study", "Run the reference pair under strict and relaxed rules and print the table."),
     "doctor": ("agentguard.cli.doctor", "Say what works on this machine, and why not what doesn't."),
     "serve": ("agentguard.cli.serve", "Start vLLM with the plugin and the gateway for a local model."),
+    "status": ("agentguard.cli.status", "Arms, λ against gain, and the guard's verdicts of a running gateway."),
     "study": ("agentguard.cli.study", "Length-corrected evaluation of verification rules."),
 }
 

@@ -40,17 +40,24 @@ def study() -> None:
 @click.option(
     "--draft", help="Draft model; 'draft' and 'draft-short' are the reference pair's.", default="draft", show_default=True
 )
+@click.option(
+    "--guard",
+    type=click.Choice(["on", "off"]),
+    default="off",
+    show_default=True,
+    help="on: the gateway assigns sessions to arms and switches a losing one to strict; n sessions an arm on average.",
+)
 @_JSON
 @_EVENTS
 def run_command(
     suite: str, arms: str, sessions: int, seed: int, temperature: float, concurrency: int, model: str | None, draft: str,
-    json_path: Path | None, events: Path | None,
+    guard: str, json_path: Path | None, events: Path | None,
 ) -> None:  # fmt: skip
     """Run paired sessions of a suite under several rules and print the table."""
     from agentguard.study import suites
     from agentguard.study.runner import StudyPlan, parse_arms
 
-    plan = StudyPlan(suites.get(suite), parse_arms(arms), sessions, seed, temperature, concurrency)
+    plan = StudyPlan(suites.get(suite), parse_arms(arms), sessions, seed, temperature, concurrency, guarded=guard == "on")
     _run(plan, model, draft, json_path, events)
 
 
@@ -79,7 +86,7 @@ def _run(plan: StudyPlan, model: str | None, draft: str, json_path: Path | None,
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-    from agentguard.policy import Policy
+    from agentguard.policy import Economics, Policy
     from agentguard.reference import DRAFTS, reference_model
     from agentguard.study.command import Outcome, run_study, write_json
     from agentguard.study.table import render
@@ -89,6 +96,7 @@ def _run(plan: StudyPlan, model: str | None, draft: str, json_path: Path | None,
     policy = Policy(
         model=model or str(reference_model("target")),
         draft=str(reference_model(draft)) if draft in DRAFTS else draft,
+        economics=plan.economics() if plan.guarded else Economics(),
     )
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with tempfile.TemporaryDirectory() as scratch, Progress(*columns, console=Console(stderr=True)) as progress:
@@ -102,6 +110,17 @@ def _run(plan: StudyPlan, model: str | None, draft: str, json_path: Path | None,
                 on_step=lambda: progress.advance(task),
             )
         )
+    if outcome.guard is not None:
+        from agentguard.study.guarded import render_guard
+
+        Console().print(render_guard(outcome.guard, f"{plan.suite.name}, seed {plan.seed}: what the guard decided"))
+        for switch in outcome.guard.switches:
+            click.echo(
+                f"{switch.arm} switched {'on' if switch.on else 'to strict'} after {switch.sessions} sessions: {switch.reason}"
+            )
+        if json_path is not None:
+            write_json(outcome, json_path)
+        return
     n = outcome.rows[0].sessions
     title = (
         f"{plan.suite.name}: {n} sessions an arm, {plan.suite.steps} steps each, seed {plan.seed}, K = {policy.engine.draft_tokens}"

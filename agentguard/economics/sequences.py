@@ -1,10 +1,9 @@
 """Intervals that stay valid while somebody looks at them all the time.
 
-An asymptotic confidence sequence: Robbins' normal mixture on intrinsic time v = 1/variance of the estimate (Waudby-Smith,
-Arbour, Sinha, Kennedy, Ramdas, "Time-uniform central limit theory and asymptotic confidence sequences", arXiv 2103.06476,
-theorem 2.2, with the mixture's scale chosen for one moment as in its section 2.3). With probability 1 - alpha it covers the
-truth at *every* moment after the first sessions, so a guard may act the first time it excludes 1. The price against a 1.96
-interval is a factor of about 1.5.
+An asymptotic confidence sequence: Robbins' normal mixture on the intrinsic time v = 1/variance of the estimate (Waudby-Smith,
+Arbour, Sinha, Kennedy, Ramdas, "Time-uniform central limit theory and asymptotic confidence sequences", arXiv 2103.06476). With
+probability 1 - alpha it covers the truth at *every* moment after the first sessions, so a guard may act the first time it
+excludes 1. The price is a width of about 1.5 times that of an interval for one look.
 """
 
 from __future__ import annotations
@@ -34,7 +33,8 @@ def _best(alpha: float) -> float:
 
 
 def ratio(log_value: float, variance: float, n: int, alpha: float = ALPHA) -> Ratio:
-    """A ratio with its confidence sequence, from the logarithm and its variance. n: sessions of the smaller arm."""
+    """A ratio with its confidence sequence, from its logarithm and the variance of that. ``n``: sessions of the smaller arm."""
     width = half_width(variance, alpha) if variance > 0 else math.inf
-    high = math.inf if width > 700 else math.exp(log_value + width)
-    return Ratio(math.exp(log_value), math.exp(log_value - width) if math.isfinite(width) else 0.0, high, n)
+    if width > 700:
+        return Ratio(math.exp(log_value), 0.0, math.inf, n)
+    return Ratio(math.exp(log_value), math.exp(log_value - width), math.exp(log_value + width), n)

@@ -15,11 +15,14 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from agentguard.economics.classes import SIDE_HEADER
+from agentguard.economics.report import report
 from agentguard.engines.base import Chunk, Stream
 from agentguard.errors import AgentGuardError, ConfigError, EngineDiedError, EngineError, EngineRequestError
 from agentguard.events import encode_json
 from agentguard.gateway.identity import identify
 from agentguard.middleware import ChatRequest, Guard
+from agentguard.telemetry import prometheus
 
 logger = structlog.get_logger(__name__)
 MAX_BODY_BYTES = 16 << 20
@@ -32,7 +35,8 @@ def create_app(guard: Guard, *, api_key: str | None = None) -> Starlette:
     async def chat(request: Request) -> Response:
         body = await _body(request)
         asked = ChatRequest.read(body)
-        chunks = guard.stream(body, identify(request.headers, body))
+        side = request.headers.get(SIDE_HEADER, "") not in ("", "0", "false")
+        chunks = guard.stream(body, identify(request.headers, body), side=side)
         if asked.stream:
             # the first chunk is awaited here, so that a refused request gets an HTTP status instead of a broken stream
             first = await _unless_gone(request, chunks, anext(chunks, None))
@@ -73,6 +77,12 @@ def create_app(guard: Guard, *, api_key: str | None = None) -> Starlette:
 
         return StreamingResponse(lines(), media_type="text/event-stream")
 
+    async def economics(_: Request) -> Response:
+        return JSONResponse(report(guard.ledger))
+
+    async def metrics(_: Request) -> Response:
+        return Response(prometheus.render(guard.ledger), media_type=prometheus.CONTENT_TYPE)
+
     async def health(_: Request) -> Response:
         return JSONResponse({"status": "ok"})
 
@@ -82,6 +92,8 @@ def create_app(guard: Guard, *, api_key: str | None = None) -> Starlette:
             Route("/v1/models", models),
             Route("/agentguard/events", events),
             Route("/agentguard/sessions", sessions),
+            Route("/guard/v1/economics", economics),
+            Route("/metrics", metrics),
             Route("/health", health),
         ],
         exception_handlers={AgentGuardError: _on_error, ClientDisconnect: _on_client_gone},

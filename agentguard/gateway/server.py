@@ -11,12 +11,15 @@ from dataclasses import dataclass
 
 import uvicorn
 
+from agentguard.economics.ledger import Ledger, ledger_of
 from agentguard.engines.openai_http import OpenAIEngine
 from agentguard.engines.vllm_process import VllmProcess, vllm_process
 from agentguard.errors import ConfigError, EngineDiedError, EngineError
 from agentguard.gateway.app import create_app
 from agentguard.middleware import Guard
 from agentguard.policy import Policy
+from agentguard.store import open_store
+from agentguard.store.sync import synced
 from agentguard.tasks import owned_task
 from agentguard.telemetry.engine_source import engine_source
 from agentguard.telemetry.hub import Hub
@@ -50,12 +53,25 @@ async def serve_stack(
         async with vllm_process(policy) as engine:
             client = OpenAIEngine(engine.url, api_key=engine.api_key)
             try:
-                async with engine_source(hub, engine.telemetry):
-                    guard = await Guard.open(client, policy, hub)
-                    async with gateway(guard, listener, api_key=api_key) as url:
-                        yield Stack(engine, guard, hub, url)
+                async with engine_source(hub, engine.telemetry), economics(policy, hub) as ledger:
+                    guard = await Guard.open(client, policy, hub, ledger=ledger)
+                    with hub.sink(guard.observe):
+                        async with gateway(guard, listener, api_key=api_key) as url:
+                            yield Stack(engine, guard, hub, url)
             finally:
                 await client.aclose()
+
+
+@asynccontextmanager
+async def economics(policy: Policy, hub: Hub) -> AsyncIterator[Ledger]:
+    """The policy's ledger, kept in its store while the block runs. Raises ConfigError, and StoreError when the store is not
+    there."""
+    ledger = await asyncio.to_thread(ledger_of, policy, on_event=hub.publish)
+    if policy.economics.store is None:
+        yield ledger
+        return
+    async with open_store(policy.economics.store) as store, synced(ledger, store):
+        yield ledger
 
 
 @asynccontextmanager

@@ -10,11 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from agentguard import __version__
+from agentguard.economics.ledger import ledger_of
+from agentguard.economics.report import finite
 from agentguard.engines.openai_http import OpenAIEngine
 from agentguard.engines.vllm_process import describe
 from agentguard.errors import EngineError
+from agentguard.events import RuleSwitched
 from agentguard.gateway.server import Stack, serve_stack
+from agentguard.study.guarded import GuardResult, summarise_guard
 from agentguard.study.results import ArmResult, summarise
 from agentguard.study.runner import StudyPlan, run
 from agentguard.telemetry.recorder import record, replay
@@ -36,6 +42,7 @@ class Outcome:
     policy: Policy
     rows: list[ArmResult]
     events: Path
+    guard: GuardResult | None = None
 
 
 async def run_study(
@@ -54,7 +61,14 @@ async def run_study(
         on_ready(stack)
         async with record(stack.hub, events), _client(stack) as client:
             await _unless_engine_ends(stack, run(plan, client, stack.guard.info.model, stack.hub, on_step))
+    if plan.guarded:
+        return Outcome(plan, policy, [], events, await asyncio.to_thread(_guard_result, policy, events))
     return Outcome(plan, policy, await asyncio.to_thread(lambda: summarise(replay(events))), events)
+
+
+def _guard_result(policy: Policy, events: Path) -> GuardResult:
+    recomputed: list[RuleSwitched] = []
+    return summarise_guard(replay(events), ledger_of(policy, on_event=recomputed.append), recomputed)
 
 
 @asynccontextmanager
@@ -98,4 +112,11 @@ def write_json(outcome: Outcome, path: Path) -> None:
         "events": outcome.events.name,
         "arms": [row.as_json() for row in outcome.rows],
     }
+    if outcome.guard is not None:
+        document["guard"] = finite(
+            {
+                "rows": [row.as_json() for row in outcome.guard.rows],
+                "switches": [msgspec.to_builtins(s) for s in outcome.guard.switches],
+            }
+        )
     path.write_text(json.dumps(document, indent=1) + "\n")

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from agentguard.economics.cells import QUANTITIES, Cell, Mean, SessionSums, is_censored, measured
 from agentguard.economics.ratios import Ratio, paired_gain, paired_ratio, share
 from agentguard.errors import AgentGuardError
 from agentguard.events import Event, Graded, StepFinished, StudyStarted
@@ -36,6 +37,8 @@ class ArmResult:
     closes: int
     empty_answers: int
     ttlt_s: float
+    a_step: dict[str, Mean | None]
+    """Means a step with the variance of their estimate: what a gateway can take as its baseline."""
 
     def as_json(self) -> dict[str, Any]:
         row = asdict(self)
@@ -116,7 +119,17 @@ def _row(arm: str, plans: dict[str, list[StepFinished]], strict: dict[str, list[
         closes=sum(bool(s.closed) for s in steps),
         empty_answers=sum(s.empty_answer for s in steps),
         ttlt_s=sum(s.ttlt_s for s in steps) / len(steps),
+        a_step=_a_step(plans.values()),
     )
+
+
+def _a_step(plans: Iterable[Sequence[StepFinished]]) -> dict[str, Mean | None]:
+    cell = Cell()
+    for plan in plans:
+        session = SessionSums()
+        for step in plan:
+            cell.add_step(session, measured(step), censored=is_censored(step))
+    return {quantity: cell.mean(quantity) for quantity in QUANTITIES}
 
 
 def accepted_length(steps: Sequence[StepFinished]) -> float:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from agentguard.engines.base import Engine
 from agentguard.errors import AgentGuardError, ConfigError
 from agentguard.events import Graded, StudyStarted
+from agentguard.policy import Economics
 from agentguard.rulespec import RuleSpec
 from agentguard.study.suites import Suite
 from agentguard.study.suites.chain import parse_answer
@@ -29,6 +30,8 @@ class StudyPlan:
     seed: int
     temperature: float = 1.0
     concurrency: int = 24
+    guarded: bool = False
+    """The gateway assigns the arms and its guard acts; a session is then one of ``sessions`` times the number of arms."""
 
     def __post_init__(self) -> None:
         if RuleSpec("strict") not in self.arms:
@@ -43,6 +46,13 @@ class StudyPlan:
     @property
     def steps(self) -> int:
         return self.sessions * self.suite.steps * len(self.arms)
+
+    def economics(self) -> Economics:
+        """How a gateway assigns this plan's sessions: half are control, the others shared evenly, by the plan's seed."""
+        rules = {str(arm.as_it_stands()): 1.0 for arm in self.arms if arm.relaxed}
+        if not rules:
+            raise ConfigError("arms", ";".join(map(str, self.arms)), "a guard needs a relaxed arm to judge")
+        return Economics(control=0.5, arms=rules, key=f"study/{self.seed}", exploration=0.05)
 
 
 def parse_arms(text: str) -> tuple[RuleSpec, ...]:
@@ -68,8 +78,17 @@ async def run(plan: StudyPlan, client: Engine, model: str, hub: Hub, on_step: Ca
         async with gate:
             await _session(plan, client, model, hub, f"study/{nonce}/{arm}/{number}", number, arm, on_step)
 
+    async def guarded(number: int) -> None:
+        # no nonce: the gateway's hash of the name is what makes the arms a function of the seed
+        async with gate:
+            await _session(plan, client, model, hub, f"study/{number}", number, None, on_step)
+
     try:
         async with asyncio.TaskGroup() as group:
+            if plan.guarded:
+                for number in range(plan.sessions * len(plan.arms)):
+                    group.create_task(guarded(number), name=f"study {number}")
+                return
             for number in range(plan.sessions):
                 for arm in plan.arms:
                     group.create_task(session(number, arm), name=f"study {arm} {number}")
@@ -78,8 +97,9 @@ async def run(plan: StudyPlan, client: Engine, model: str, hub: Hub, on_step: Ca
 
 
 async def _session(
-    plan: StudyPlan, client: Engine, model: str, hub: Hub, name: str, number: int, arm: RuleSpec, on_step: Callable[[], None]
+    plan: StudyPlan, client: Engine, model: str, hub: Hub, name: str, number: int, arm: RuleSpec | None, on_step: Callable[[], None]
 ) -> None:
+    """``arm``: the rule every request names; None leaves it to the gateway."""
     messages: list[dict[str, str]] = []
     previous: int | None = None
     for step in range(1, plan.suite.steps + 1):
@@ -92,14 +112,15 @@ async def _session(
             "temperature": plan.temperature,
             "max_tokens": plan.suite.max_tokens,
             "seed": _seed(plan.seed, number, step),
-            "vllm_xargs": {"ag_rule": str(arm.as_it_stands())},
         }
+        if arm is not None:
+            body["vllm_xargs"] = {"ag_rule": str(arm.as_it_stands())}
         answer = ""
         async with aclosing(client.chat(body, f"{number}-{step}", name)) as chunks:
             async for chunk in chunks:
                 for choice in chunk.get("choices") or ():
                     answer += (choice.get("delta") or {}).get("content") or ""
-        hub.publish(Graded(t=time.time(), session=name, step=step, arm=str(arm), right=problem.grade(answer)))
+        hub.publish(Graded(t=time.time(), session=name, step=step, arm=str(arm or ""), right=problem.grade(answer)))
         messages.append({"role": "assistant", "content": answer.strip()})
         previous = parse_answer(answer)
         on_step()

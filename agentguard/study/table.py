@@ -43,4 +43,8 @@ def _table(rows: Sequence[ArmResult], title: str) -> Table:
 
 
 def _interval(row: ArmResult, ratio: Ratio) -> str:
-    return "1" if row.rule == "strict" else f"{ratio.value:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]"
+    return "1" if row.rule == "strict" else interval_text(ratio)
+
+
+def interval_text(ratio: Ratio | None) -> str:
+    return "—" if ratio is None else f"{ratio.value:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]"

@@ -1,0 +1,74 @@
+"""The store in one SQLite file. Several processes of one machine may use it (WAL, adding in one statement)."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import threading
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+from agentguard.store import StoreError, Sums
+
+T = TypeVar("T")
+_SCHEMA = """
+PRAGMA journal_mode = WAL;
+CREATE TABLE IF NOT EXISTS sums (cell TEXT, name TEXT, value REAL NOT NULL, PRIMARY KEY (cell, name)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS states (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+"""
+_ADD = "INSERT INTO sums VALUES (?, ?, ?) ON CONFLICT (cell, name) DO UPDATE SET value = value + excluded.value"
+_PUT = "INSERT INTO states VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = excluded.value"
+
+
+class SqliteStore:
+    """One connection, used from worker threads one at a time."""
+
+    def __init__(self, connection: sqlite3.Connection, path: str) -> None:
+        self._connection = connection
+        self._path = path
+        self._lock = threading.Lock()
+
+    @classmethod
+    async def open(cls, path: str) -> SqliteStore:
+        def connect() -> SqliteStore:
+            connection = sqlite3.connect(path, timeout=10, check_same_thread=False)
+            try:
+                connection.executescript(_SCHEMA)
+            except sqlite3.Error:
+                connection.close()
+                raise
+            return cls(connection, path)
+
+        try:
+            return await asyncio.to_thread(connect)
+        except sqlite3.Error as error:
+            raise StoreError(f"store=sqlite:{path}: cannot be opened ({error}); give a file in a folder that exists") from None
+
+    async def add(self, sums: Sums) -> None:
+        rows = [(cell, name, value) for cell, values in sums.items() for name, value in values.items()]
+        await self._do(lambda c: c.executemany(_ADD, rows))
+
+    async def sums(self) -> dict[str, dict[str, float]]:
+        found: dict[str, dict[str, float]] = {}
+        for cell, name, value in await self._do(lambda c: c.execute("SELECT cell, name, value FROM sums").fetchall()):
+            found.setdefault(cell, {})[name] = value
+        return found
+
+    async def put(self, states: Mapping[str, str]) -> None:
+        await self._do(lambda c: c.executemany(_PUT, list(states.items())))
+
+    async def states(self) -> dict[str, str]:
+        return dict(await self._do(lambda c: c.execute("SELECT name, value FROM states").fetchall()))
+
+    async def aclose(self) -> None:
+        await asyncio.to_thread(self._connection.close)
+
+    async def _do(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        def locked() -> T:
+            with self._lock, self._connection:
+                return work(self._connection)
+
+        try:
+            return await asyncio.to_thread(locked)
+        except sqlite3.Error as error:
+            raise StoreError(f"store=sqlite:{self._path}: {error}") from None
