@@ -33,7 +33,7 @@ class Fate(StrEnum):
     RELAXED = "relaxed"  # accepted only because the rule relaxes
     COIN = "coin"  # rejected by the rule's own test
     LOW_SUPPORT = "low_support"  # rejected by the support filter
-    MASKED = "masked"  # rejected because the target forbids it
+    MASKED = "masked"  # rejected because the target forbids it, or because no token was drafted (-1)
     FORCED = "forced"  # the row was forced: accepted if it is the forced token, else rejected
     UNREAD = "unread"  # behind the first rejected token, so nothing was decided
 

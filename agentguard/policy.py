@@ -54,11 +54,18 @@ class Economics(_Model):
     """Share of sessions that go on under an arm that was switched off."""
     min_sessions: int = Field(30, ge=2)
     """Sessions an arm before a verdict, and before a class is judged by its own sums."""
-    baseline: str | dict[str, Annotated[float, Field(gt=0)]] = "live"
+    baseline: str | dict[str, float] = "live"
     """What arms are compared with: "live" (the control group), the JSON file of a study, or fixed means a step, such as
     {rounds: 60}."""
     store: str | None = None
     """Where estimates survive a restart: sqlite:PATH, or redis://HOST:PORT/DB to share them between gateways."""
+
+    @pydantic.field_validator("baseline")
+    @classmethod
+    def _positive(cls, value: str | dict[str, float]) -> str | dict[str, float]:
+        if isinstance(value, dict) and any(mean <= 0 for mean in value.values()):
+            raise ValueError("a mean a step is greater than 0")
+        return value
 
     @pydantic.field_validator("arms")
     @classmethod

@@ -142,7 +142,7 @@ def cost(benchmark: dict[str, Any]) -> str:
     lines = ["| rule | time, ms | ratio to the stock call | peak memory, MiB |", "|---|---|---|---|"]
     for row in sorted(rows, key=lambda row: (row["rule"] != "stock", row["ratio"])):
         lines.append(f"| `{row['rule'].split(',p_min')[0]}` | {row['ms']:.0f} | {row['ratio']:.2f} | {row['peak_mib']:.0f} |")
-    return "\n".join(dict.fromkeys(lines))
+    return "\n".join(lines)
 
 
 def page(text: str, study: dict[str, Any], benchmark: dict[str, Any]) -> str:

@@ -176,19 +176,19 @@ def verify(name: str, knobs: dict[str, float], p: Row, q: Row, x: int, gaps: Gap
 
 
 def outside(p: Row, x: int, p_min: float, top_k: int) -> bool:
-    if p[x] == 0:
-        return True
     return p[x] < p_min or (top_k > 0 and sum(a > p[x] for a in p) >= top_k)
 
 
 def law(name: str, knobs: dict[str, float], p: Row, q: Row, p_min: float = 0, top_k: int = 0) -> tuple[Row, float, float]:
     """The law of the emitted token, the acceptance, and the smallest gap of a comparison."""
     out, acceptance, gaps = [0.0] * len(p), 0.0, Gaps()
-    alone = sum(a > 0 for a in p) == 1
+    alone = sum(a > 0 for a in p) == 1  # then p(x) = 1 and nothing could take its place
     for x, weight in enumerate(q):
         if weight == 0:
             continue
-        if outside(p, x, p_min, top_k) and not (alone and p[x] > 0):
+        if p[x] == 0:  # forbidden: strict
+            a, recovered = 0.0, residual(p, q)
+        elif outside(p, x, p_min, top_k) and not alone:
             held, draft = target(name, knobs, p, q, x, gaps)
             left = [h if a > 0 and y != x else 0.0 for y, (h, a) in enumerate(zip(held, p, strict=True))]
             if sum(left) == 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ from agentguard.events import Fate, RowFlag
 from agentguard.rulespec import RuleSpec
 from engine_plugins import rules
 from engine_plugins.rules.base import Rows
-from engine_plugins.vllm.observe import Coins
+from engine_plugins.vllm.observe import Coins, describe, rows_of
 from engine_plugins.vllm.phase import ThinkMarkers
 from engine_plugins.vllm.seam_v1 import SeamV1
 from tests import stock_kernels
@@ -45,9 +46,9 @@ class FakeTap:
 
 
 def call(
-    specs: list[str], p: torch.Tensor, q: torch.Tensor | None, drafts: torch.Tensor, *, k: int = 1, seed: int = 0,
-    temperature: float = 1.0, logits: torch.Tensor | None = None, prompt: list[int] | None = None, phase: str = "both",
-    markers: ThinkMarkers | None = None,
+    specs: list[str], p: torch.Tensor, q: torch.Tensor | None, drafts: torch.Tensor, *, k: int | list[int] = 1, seed: int = 0,
+    temperature: float | list[float] = 1.0, logits: torch.Tensor | None = None, prompt: list[int] | None = None,
+    phase: str = "both", markers: ThinkMarkers | None = None, function: Callable[..., torch.Tensor] = stock,
 ) -> tuple[torch.Tensor, FakeTap, torch.Tensor]:  # fmt: skip
     """One step of len(specs) requests with k drafts each, no default filter; p, q: [rows, V].
 
@@ -64,14 +65,18 @@ def call(
     runner = SimpleNamespace(input_batch=SimpleNamespace(req_ids=ids), requests=requests)
     tap = FakeTap()
     coins = Coins.record(stock_kernels.stock)
-    seam = SeamV1(stock, runner, default=RuleSpec("strict"), markers=markers, tap=tap, coins=coins)  # type: ignore[arg-type]
-    greedy = temperature == 0
-    metadata = SimpleNamespace(all_greedy=greedy, all_random=not greedy, temperature=torch.full((n,), temperature), generators={})
+    seam = SeamV1(function, runner, default=RuleSpec("strict"), markers=markers, tap=tap, coins=coins)  # type: ignore[arg-type]
+    counts = [k] * n if isinstance(k, int) else k
+    temperatures = torch.tensor([temperature] * n if isinstance(temperature, float) else temperature)
+    greedy = temperatures == 0
+    metadata = SimpleNamespace(
+        all_greedy=bool(greedy.all()), all_random=not bool(greedy.any()), temperature=temperatures, generators={}
+    )
     held = p.float().log() if logits is None else logits
     torch.manual_seed(seed)
-    counts = [k] * n
+    ends = torch.tensor(counts).cumsum(0).int()
     out = seam(
-        drafts.to(torch.int32), counts, k, torch.arange(k, n * k + 1, k, dtype=torch.int32), None if q is None else q.float(), held,
+        drafts.to(torch.int32), counts, max(counts), ends, None if q is None else q.float(), held,
         torch.zeros((n, 1), dtype=torch.int32), metadata,
     )  # fmt: skip
     return out, tap, held
@@ -130,14 +135,73 @@ def test_the_same_test_rejects_a_cactus_that_leaves_its_residual_at_strict() -> 
     assert p_value(counts, law * DRAWS) < 1e-3 / len(LAWS)
 
 
-@pytest.mark.parametrize("text", ["strict", "cactus:0.3", "interp:w=0.5", "cactus:0.3,p_min=0.1,top_k=3"])
+FORBIDDING = (
+    torch.tensor([0.0, 0.5, 0.3, 0.2, 0.0, 0.0], dtype=torch.float64),
+    torch.tensor([0.4, 0.05, 0.25, 0.1, 0.1, 0.1], dtype=torch.float64),
+)
+
+
+@pytest.mark.parametrize("text", LAWS)
 def test_the_seam_draws_from_the_exact_law(text: str) -> None:
-    n = 20_000
-    p, q = distributions(11)
+    """Here where the target forbids what the draft proposes (top-k, top-p, a grammar)."""
+    n = 2_000
+    p, q = FORBIDDING
     drafts = torch.multinomial(q, n, replacement=True, generator=torch.Generator().manual_seed(2))
     out, _, _ = call([text] * n, p.repeat(n, 1), q.repeat(n, 1), drafts, seed=5)
     law, _ = rules.exact_law(text, p, q)
-    assert p_value(torch.bincount(out[:, 0].long(), minlength=V).double(), law * n) > 1e-3
+    assert p_value(torch.bincount(out[:, 0].long(), minlength=V).double(), law * n) > 1e-3 / len(LAWS)
+
+
+def test_uneven_counts_and_greedy_neighbours() -> None:
+    """Three requests: 2 drafts, no draft, 3 drafts at temperature 0."""
+    p, q = distributions(7)
+    best = int(p.argmax())
+    drafts = torch.tensor([1, 2, best, best, (best + 1) % V])
+    out, tap, _ = call(
+        ["interp:w=1", "interp:w=1", "cactus:inf"], p.repeat(5, 1), q.repeat(5, 1), drafts, k=[2, 0, 3], temperature=[1.0, 1.0, 0.0]
+    )
+    first, last = tap.frames[0]
+    assert out[0].tolist() == [1, 2, 0, -1]
+    assert (first.accepted, first.rows.token) == (2, [1, 2])
+    assert out[1].tolist() == [0, -1, -1, -1], "a request without drafts gets its bonus token"
+    assert out[2].tolist() == [best, best, best, -1]
+    assert last.rows.strict == [1.0, 1.0, 0.0]
+    assert last.rule_effective == "strict"
+    assert all(f & RowFlag.GREEDY for f in last.rows.flags)
+
+
+def test_a_row_without_a_drafted_token_says_nothing_about_token_0() -> None:
+    p, q = (t.float().repeat(2, 1) for t in distributions(7))
+    described = describe(p.log(), q, torch.tensor([0, -1]), torch.tensor([False, False]))
+    assert described.p.tolist() == [pytest.approx(float(p[0, 0])), 0.0]
+    assert described.strict[1] == 0
+    flags = [0, int(RowFlag.MASKED)]
+    rows = rows_of(
+        1, [0, -1], *(c.tolist() for c in (described.p, described.q, described.rank, described.strict)), [0.5, 0.5], flags
+    )
+    assert (rows.fate[1], rows.would[1]) == (Fate.MASKED, False)
+
+
+def test_the_logits_come_back_when_anything_fails() -> None:
+    p, q = distributions(7)
+
+    def broken(*_: Any, **__: Any) -> torch.Tensor:
+        raise RuntimeError("kernel")
+
+    broken.__signature__ = inspect.signature(stock)  # type: ignore[attr-defined]
+    held = p.float().log().repeat(4, 1)
+    with pytest.raises(RuntimeError, match="kernel"):
+        call(["cactus:1,p_min=0.2"] * 4, p.repeat(4, 1), q.repeat(4, 1), torch.arange(4), logits=held, function=broken)
+    assert torch.equal(held, p.float().log().repeat(4, 1))
+
+
+def test_an_id_that_is_used_again_gets_the_rule_of_its_new_request() -> None:
+    seam = SeamV1(stock, SimpleNamespace(requests={}), default=RuleSpec("strict"), markers=None, tap=None, coins=Coins(stock))
+    for rule in ("cactus:delta=1", "interp:w=1"):
+        params = SimpleNamespace(extra_args={"ag_rule": rule})
+        seam._runner.requests["r"] = SimpleNamespace(sampling_params=params, prompt_token_ids=[])
+        assert seam._request("r") is seam._request("r")
+        assert str(seam._request("r").params.rule).startswith(rule)
 
 
 def test_strict_is_passed_on_untouched() -> None:

@@ -43,9 +43,14 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One arm in one class, as `GET /guard/v1/economics` shows it. Ratios are to ``baseline``; None is not known yet."""
+    """One arm in one class, as `GET /guard/v1/economics` shows it. Ratios are to ``baseline``; None is not known yet.
+
+    ``pooled``: the sums of a model's classes together, where nothing is switched; ``evidence``: the class whose sums judge this
+    one.
+    """
 
     workload: str
+    pooled: bool
     arm: str
     on: bool
     since: float
@@ -68,12 +73,17 @@ class Row:
 
 
 class Ledger:
-    """Arms, sums and switches. ``on_event`` gets a RuleSwitched for every switch."""
+    """Arms, sums and switches.
+
+    ``default``: the rule where there is no relaxed arm; ``baseline``: means a step under strict, None for the live control group;
+    ``on_event`` gets a RuleSwitched for every switch.
+    """
 
     def __init__(
         self,
         arms: Arms,
         *,
+        default: str = STRICT,
         guard: bool = True,
         exploration: float = 0.02,
         min_sessions: int = MIN_SESSIONS,
@@ -83,6 +93,7 @@ class Ledger:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.arms = arms
+        self._default = default
         self.cells: dict[tuple[str, str], Cell] = {}
         self.switches: dict[tuple[str, str], Switch] = {}
         self.pending: dict[tuple[str, str], Cell] = {}
@@ -113,7 +124,7 @@ class Ledger:
 
     def _rule(self, arm: str, identity: str, workload: str) -> tuple[str, str]:
         if arm == STRICT:
-            return STRICT, "control"
+            return (STRICT, "control") if self.arms.rules else (self._default, "no relaxed arm")
         switch = self.switches.get((workload, arm))
         if switch is None or switch.on:
             return arm, "assigned"
@@ -143,7 +154,8 @@ class Ledger:
     def verified(self, frame: VerificationStep) -> None:
         """Count the rounds of requests that belong to an arm."""
         for request in frame.requests:
-            found = self._running.get(request.request)
+            # a step that was continued has a second request
+            found = self._running.get(request.request.removesuffix("-answer"))
             if found is None or request.drafted == 0:
                 continue
             workload, arm = found
@@ -164,32 +176,43 @@ class Ledger:
         """Judge the arms of a class again: the step's own arm, or all of them after a step of the control."""
         for arm in self.arms.rules if assignment.arm == STRICT else (assignment.arm,):
             key = (assignment.workload, arm)
-            evidence, arm_cell, control, _ = self._evidence(assignment.workload, arm)
+            evidence, own, control = self._evidence(assignment.workload, arm)
             switch = self.switches.setdefault(key, Switch())
-            if switch.step(arm_cell, control, self._clock(), min_sessions=self._min_sessions):
+            if switch.step(own, control, self._clock(), min_sessions=self._min_sessions):
                 self.moved.add(key)
-                verdict = switch.verdict
-                ratio = verdict.ttlt if verdict.quantity == "ttlt" else verdict.rounds
-                self._on_event(
-                    RuleSwitched(
-                        t=switch.at, workload=assignment.workload, arm=arm, on=switch.on, quantity=verdict.quantity,
-                        reason=verdict.reason, evidence=evidence, ratio=ratio.value if ratio else 0.0, low=ratio.low if ratio
-                        else 0.0, high=ratio.high if ratio else 0.0, sessions=arm_cell.sessions,
-                        control_sessions=control.sessions if isinstance(control, Cell) else 0, baseline=self._source,
-                    )
-                )  # fmt: skip
+                self._on_event(self._switched(key, switch, evidence, own, control))
 
-    def _evidence(self, workload: str, arm: str) -> tuple[str, Cell, Cell | dict[str, Mean], bool]:
-        """The class whose sums judge this one: itself, or its model's while it is small."""
-        empty = Cell()
-        own = self.cells.get((workload, arm), empty)
+    def _switched(
+        self, key: tuple[str, str], switch: Switch, evidence: str, own: Cell, control: Cell | dict[str, Mean]
+    ) -> RuleSwitched:
+        verdict = switch.verdict
+        ratio = (verdict.ttlt if verdict.quantity == "ttlt" else verdict.rounds) or Ratio(0.0, 0.0, 0.0, 0)
+        return RuleSwitched(
+            t=switch.at,
+            workload=key[0],
+            arm=key[1],
+            on=switch.on,
+            quantity=verdict.quantity,
+            reason=verdict.reason,
+            evidence=evidence,
+            ratio=ratio.value,
+            low=ratio.low,
+            high=ratio.high,
+            sessions=own.sessions,
+            control_sessions=control.sessions if isinstance(control, Cell) else 0,
+            baseline=self._source,
+        )
+
+    def _evidence(self, workload: str, arm: str) -> tuple[str, Cell, Cell | dict[str, Mean]]:
+        """The class whose sums judge this one (its model's while it is small), the arm's sums, and what they are held against."""
+        own = self.cells.get((workload, arm), Cell())
         if self._baseline is not None:
-            return workload, own, self._baseline, False
-        control = self.cells.get((workload, STRICT), empty)
+            return workload, own, self._baseline
+        control = self.cells.get((workload, STRICT), Cell())
         if min(own.sessions, control.sessions) >= self._min_sessions:
-            return workload, own, control, False
+            return workload, own, control
         model = model_of(workload)
-        return model, self.cells.get((model, arm), empty), self.cells.get((model, STRICT), empty), True
+        return model, self.cells.get((model, arm), Cell()), self.cells.get((model, STRICT), Cell())
 
     def pressure(self, workload: str) -> float:
         """λ's term of the cutoff's growth pressure, in [0, 1]: how far the lower bound of λ is above the gain, in the worst arm.
@@ -198,7 +221,7 @@ class Ledger:
         """
         worst = 0.0
         for arm in self.arms.rules:
-            _, own, control, _ = self._evidence(workload, arm)
+            _, own, control = self._evidence(workload, arm)
             inflation, gain = compare(own, control, "tokens"), self._gain(own, control)
             if inflation is not None and gain is not None:
                 worst = max(worst, inflation.low / gain - 1)
@@ -217,24 +240,39 @@ class Ledger:
 
     def rows(self) -> Iterator[Row]:
         """Every arm of every class that has steps, control first."""
-        workloads = sorted({workload for workload, _ in self.cells})
-        for workload in workloads:
+        workloads = {workload for workload, _ in self.cells}
+        leaves = workloads - {model_of(workload) for workload in workloads}
+        for workload in sorted(workloads):
             for arm in (STRICT, *self.arms.rules):
                 cell = self.cells.get((workload, arm))
-                if cell is None:
-                    continue
-                evidence, own, control, _ = self._evidence(workload, arm)
-                switch = self.switches.get((workload, arm), Switch())
-                is_control = arm == STRICT
-                yield Row(
-                    workload=workload, arm=arm, on=switch.on, since=switch.at, verdict="control" if is_control else
-                    switch.verdict.word, reason="" if is_control else switch.verdict.reason, baseline=self._source,
-                    evidence=evidence, sessions=cell.sessions, steps=cell.steps, censored=round(cell.get("censored")), means={q:
-                    (m.value if (m := cell.mean(q)) else None) for q in QUANTITIES}, ratios={q: None if is_control else
-                    compare(own, control, q) for q in QUANTITIES}, accepted_length=cell.accepted_length,
-                    strict_accepted_length=cell.strict_accepted_length, gain=None if is_control else self._gain(own, control),
-                    by_position=cell.by_position,
-                )  # fmt: skip
+                if cell is not None:
+                    yield self._row(workload, arm, cell, pooled=workload not in leaves)
+
+    def _row(self, workload: str, arm: str, cell: Cell, *, pooled: bool) -> Row:
+        evidence, own, control = self._evidence(workload, arm)
+        switch = self.switches.get((workload, arm), Switch())
+        is_control = arm == STRICT
+        means = {quantity: cell.mean(quantity) for quantity in QUANTITIES}
+        return Row(
+            workload=workload,
+            pooled=pooled,
+            arm=arm,
+            on=switch.on,
+            since=switch.at,
+            verdict="control" if is_control else switch.verdict.word,
+            reason="" if is_control else switch.reason,
+            baseline=self._source,
+            evidence=evidence,
+            sessions=cell.sessions,
+            steps=cell.steps,
+            censored=round(cell.get("censored")),
+            means={quantity: None if mean is None else mean.value for quantity, mean in means.items()},
+            ratios={quantity: None if is_control else compare(own, control, quantity) for quantity in QUANTITIES},
+            accepted_length=cell.accepted_length,
+            strict_accepted_length=cell.strict_accepted_length,
+            gain=None if is_control else self._gain(own, control),
+            by_position=cell.by_position,
+        )
 
 
 def ledger_of(
@@ -249,6 +287,13 @@ def ledger_of(
     )  # fmt: skip
     baseline, source = baseline_of(wanted.baseline)
     return Ledger(
-        arms, guard=wanted.guard, exploration=wanted.exploration, min_sessions=wanted.min_sessions, baseline=baseline,
-        baseline_source=source, on_event=on_event, clock=clock,
-    )  # fmt: skip
+        arms,
+        default=str(RuleSpec.parse(policy.rule, what="rule").for_request()),
+        guard=wanted.guard,
+        exploration=wanted.exploration,
+        min_sessions=wanted.min_sessions,
+        baseline=baseline,
+        baseline_source=source,
+        on_event=on_event,
+        clock=clock,
+    )

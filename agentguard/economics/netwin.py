@@ -17,8 +17,7 @@ from agentguard.economics.ratios import Ratio
 
 Word = Literal["win", "loss", "undecided"]
 MIN_SESSIONS = 30
-"""Sessions an arm before any verdict: the sequence is asymptotic (wrong switch-offs are 4 % with 20, 30 or 50;
-benchmarks/economics_simulation.py)."""
+"""Sessions an arm before any verdict, because the sequence is asymptotic (wrong switch-offs: 4 % with 20, 30 or 50)."""
 ALPHA_ROUNDS, ALPHA_TTLT = 0.04, 0.01
 """Chance, ever, of calling a rule without effect a loss: 5 % in all, most of it spent on rounds, which no other load disturbs."""
 
@@ -70,13 +69,15 @@ def _text(ratio: Ratio) -> str:
 class Switch:
     """The state of one arm in one class.
 
-    ``on``: new requests run the rule. ``arm`` and ``control``: the sums when it was switched last, so that a return is judged
+    ``on``: new requests run the rule. ``verdict``: while on the latest one, while off the one that switched it off. ``fresh``:
+    while off, what the sessions since then say. ``arm`` and ``control``: the sums at the last move, so that a return is judged
     on later sessions only.
     """
 
     on: bool = True
     at: float = 0.0
     verdict: Verdict = Verdict("undecided", "nothing measured yet")
+    fresh: Verdict | None = None
     arm: dict[str, float] | None = None
     control: dict[str, float] | None = None
 
@@ -86,23 +87,32 @@ class Switch:
             self.verdict = judge(arm, control, min_sessions=min_sessions)
             if self.verdict.word != "loss":
                 return False
+            self.fresh = None
         else:
-            fresh = arm.since(self.arm or {})
             beside = control.since(self.control or {}) if isinstance(control, Cell) else control
-            self.verdict = judge(fresh, beside, min_sessions=min_sessions)
-            if self.verdict.word != "win":
+            self.fresh = judge(arm.since(self.arm or {}), beside, min_sessions=min_sessions)
+            if self.fresh.word != "win":
                 return False
+            self.verdict, self.fresh = self.fresh, None
         self.on, self.at = not self.on, now
         self.arm = dict(arm.sums)
         self.control = dict(control.sums) if isinstance(control, Cell) else None
         return True
 
+    @property
+    def reason(self) -> str:
+        if self.on:
+            return self.verdict.reason
+        return f"{self.verdict.reason}; since then {self.fresh.reason if self.fresh else 'no session'}"
+
     def as_json(self) -> dict[str, Any]:
-        return {"on": self.on, "at": self.at, "verdict": asdict(self.verdict), "arm": self.arm, "control": self.control}
+        return asdict(self)
 
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> Switch:
-        known = raw["verdict"]
-        ratios = {k: Ratio(**known[k]) if known[k] else None for k in ("rounds", "ttlt")}
-        verdict = Verdict(known["word"], known["reason"], known["quantity"], **ratios)
-        return cls(raw["on"], raw["at"], verdict, raw["arm"], raw["control"])
+        fresh = _verdict_of(raw["fresh"]) if raw["fresh"] else None
+        return cls(raw["on"], raw["at"], _verdict_of(raw["verdict"]), fresh, raw["arm"], raw["control"])
+
+
+def _verdict_of(raw: dict[str, Any]) -> Verdict:
+    return Verdict(**(raw | {k: Ratio(**raw[k]) if raw[k] else None for k in ("rounds", "ttlt")}))

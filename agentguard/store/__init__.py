@@ -5,6 +5,8 @@ A store holds additive sums and a text a switch. Adding is atomic, so that gatew
 
 from __future__ import annotations
 
+import asyncio
+import importlib
 from collections.abc import Mapping
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Protocol
@@ -48,13 +50,11 @@ async def open_store(url: str) -> AsyncIterator[Store]:
     scheme, _, rest = url.partition(":")
     store: Store
     if scheme == "sqlite" and rest:
-        from agentguard.store.sqlite import SqliteStore
-
-        store = await SqliteStore.open(rest.removeprefix("//"))
+        module = await asyncio.to_thread(importlib.import_module, "agentguard.store.sqlite")
+        store = await module.SqliteStore.open(rest.removeprefix("//"))
     elif scheme in ("redis", "rediss", "unix"):
-        from agentguard.store.redis import RedisStore
-
-        store = await RedisStore.open(url)
+        module = await asyncio.to_thread(importlib.import_module, "agentguard.store.redis")
+        store = await module.RedisStore.open(url)
     else:
         raise ConfigError("store", url, "write sqlite:PATH, or redis://HOST:PORT/DB to share it between gateways")
     try:

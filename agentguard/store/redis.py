@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Mapping
 from typing import Any, TypeVar, cast
 
 from redis import asyncio as redis
+from redis.driver_info import DriverInfo
 from redis.exceptions import RedisError
 
 from agentguard.store import StoreError, Sums
@@ -21,7 +23,10 @@ class RedisStore:
 
     @classmethod
     async def open(cls, url: str) -> RedisStore:
-        store = cls(redis.from_url(url, decode_responses=True, socket_timeout=5, socket_connect_timeout=5), url)
+        # the client looks its own version up among the installed packages, which is no work for the event loop
+        driver = await asyncio.to_thread(DriverInfo)
+        options = {"decode_responses": True, "socket_timeout": 5, "socket_connect_timeout": 5, "driver_info": driver}
+        store = cls(redis.from_url(url, **options), url)
         try:
             await store._do(store._client.ping())
         except StoreError:

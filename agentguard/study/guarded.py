@@ -15,7 +15,8 @@ from agentguard.study.table import interval_text
 
 @dataclass(frozen=True, slots=True)
 class GuardResult:
-    """``rows``: every arm of every class at the end; ``switches``: what the gateway did; ``recomputed``: what the same events do again."""
+    """``rows``: every arm of every class at the end; ``switches``: what the gateway did; ``recomputed``: what the same events
+    do again."""
 
     rows: list[Row]
     switches: list[RuleSwitched]
@@ -46,7 +47,7 @@ def render_guard(result: GuardResult, title: str) -> Table:
     for heading in ("arm", "sessions", "ℓ", "gain", "λ", "rounds ratio", "new requests run", "verdict"):
         table.add_column(heading)
     for row in result.rows:
-        if row.workload != row.evidence:  # a class too small for a verdict of its own
+        if row.pooled:
             continue
         gain = "—" if row.gain is None else f"{row.gain:.2f}"
         length = "—" if row.accepted_length is None else f"{row.accepted_length:.2f}"

@@ -8,12 +8,13 @@ with its own drafted token, so the pair may depend on x.
 A pair is not unique, and most rules have one that differs from (p, q) in a single entry. The kernel forgives any factor in a
 residual and reads p'(x) and q'(x) for nothing but their ratio, so a rule whose residual is the stock one only has to set q'(x)
 = p(x)/a(x). An `Edit` says what differs; a rule gives its textbook pair (`definition`) and, where it is worth it, an equivalent
-cheaper `edit`. At V = 151,936 and 384 rows an unfiltered edit costs 0.1 to 0.6 of the stock call (mentored decoding 5), where
-textbook pairs cost 2.3 to 5.5 (benchmarks/rules.py).
+cheaper `edit`. What they cost beside the stock call is in docs/rules.md; textbook pairs cost 2.3 (Cactus) to 5.5 (r-fuzzy) times
+that call.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
@@ -34,13 +35,13 @@ class Rows:
     """Draft rows and what several rules ask of them, each computed once.
 
     logits: [rows, V] processed target logits, p up to a factor; -inf marks a token the target forbids. q: [rows, V] draft
-    distributions; x: [rows] int64, the drafted tokens.
+    distributions; x: [rows] int64, the drafted tokens. ``exact``: the target came as distributions, which are then read as they
+    are.
     """
 
-    def __init__(self, logits: Tensor, q: Tensor, x: Tensor, *, lse: Tensor | None = None, p: Tensor | None = None) -> None:
+    def __init__(self, logits: Tensor, q: Tensor, x: Tensor, *, p: Tensor | None = None) -> None:
         self.logits, self.q, self.x = logits, q, x
-        if lse is not None:
-            self.lse = lse
+        self.exact = p is not None
         if p is not None:
             self.p = p
 
@@ -53,29 +54,46 @@ class Rows:
         """Some of the rows, in copies; [rows]-sized results already known come along."""
         if index.numel() == self.x.numel():
             return self
-        p = self.p[index] if "p" in self.__dict__ else None
-        return Rows(self.logits[index], self.q[index], self.x[index], lse=self.lse[index], p=p)
+        rows = Rows(self.logits[index], self.q[index], self.x[index], p=self.p[index] if self.exact else None)
+        for name in ("top", "log_z", "lx"):
+            if name in self.__dict__:
+                rows.__dict__[name] = self.__dict__[name][index]
+        return rows
 
     def at_x(self, matrix: Tensor) -> Tensor:
         return matrix.gather(-1, self.x.unsqueeze(-1)).squeeze(-1)
 
     @cached_property
+    def top(self) -> Tensor:
+        return self.logits.amax(-1)
+
+    @cached_property
+    def log_z(self) -> Tensor:
+        """[rows] logsumexp of the logits less their maximum: small numbers, so that logits far from 0 lose nothing."""
+        return (self.logits - self.top.unsqueeze(-1)).exp_().sum(-1).log_()
+
+    @property
     def lse(self) -> Tensor:
-        return self.logits.logsumexp(-1)
+        return self.top + self.log_z
 
     @cached_property
     def p(self) -> Tensor:
         """[rows, V] the target distribution."""
-        return (self.logits - self.lse.unsqueeze(-1)).exp_()
+        return self.logits.softmax(-1)
 
     @cached_property
     def lx(self) -> Tensor:
         return self.at_x(self.logits)
 
     @cached_property
+    def allowed(self) -> Tensor:
+        """[rows] bool: the target does not forbid x."""
+        return self.lx > -torch.inf
+
+    @cached_property
     def px(self) -> Tensor:
         # from p where p was given, so that p(x) = p_min is not moved by a logarithm and back
-        return self.at_x(self.p) if "p" in self.__dict__ else (self.lx - self.lse).exp()
+        return self.at_x(self.p) if self.exact else (self.lx - self.top - self.log_z).exp()
 
     @cached_property
     def qx(self) -> Tensor:
@@ -83,7 +101,7 @@ class Rows:
 
     @cached_property
     def p_max(self) -> Tensor:
-        return self.p.amax(-1) if "p" in self.__dict__ else (self.logits.amax(-1) - self.lse).exp()
+        return self.p.amax(-1) if self.exact else (-self.log_z).exp()
 
     @cached_property
     def q_max(self) -> Tensor:
@@ -92,10 +110,12 @@ class Rows:
     def accept(self, probability: Tensor, where: Tensor) -> Edit:
         """The edit that accepts x with this probability in the rows of ``where`` and leaves the stock residual.
 
-        Right whenever probability >= min(1, p(x)/q(x)): then q'(x) >= p(x) after a rejection, so x is not resampled.
+        Right whenever probability >= min(1, p(x)/q(x)): then q'(x) >= p(x) after a rejection, so x is not resampled. A token too
+        improbable for float32 is lifted to exp(FLOOR) first, where it disturbs no other entry.
         """
-        lx = torch.where(where & (self.lx > -torch.inf), torch.maximum(self.lx, self.lse + FLOOR), self.lx)
-        asked = (lx - self.lse).exp() / probability
+        floor = self.lse + FLOOR
+        lx = torch.where(where & self.allowed & (self.lx < floor), floor, self.lx)
+        asked = torch.where(lx > self.lx, math.exp(FLOOR), self.px) / probability
         return Edit(lx=lx, qx=torch.where(where, torch.where(probability >= 1, CERTAIN, asked), self.qx))
 
 

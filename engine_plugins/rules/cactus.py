@@ -7,7 +7,7 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
-from engine_plugins.rules.base import CERTAIN, Edit, Pair, Rows, Rule
+from engine_plugins.rules.base import Edit, Pair, Rows, Rule
 
 BISECTIONS = 60  # of an interval of length 1: below the last bit of a float64
 
@@ -36,10 +36,9 @@ class _Raised(Rule):
         certain = g >= 1
         # odds of x against the others, whose mass is exp(lse) (1 - p(x))
         lx = g.log() - (-g).log1p() + rows.lse + (-px).log1p()
-        return Edit(
-            lx=torch.where((g > px) & ~certain, lx, rows.lx),
-            qx=torch.where(certain & (g > px), CERTAIN, rows.qx),
-        )
+        accepted = rows.accept(torch.ones_like(px), certain & (g > px))
+        assert accepted.lx is not None
+        return Edit(lx=torch.where((g > px) & ~certain, lx, accepted.lx), qx=accepted.qx)
 
 
 class Cactus(_Raised):

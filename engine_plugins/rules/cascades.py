@@ -105,7 +105,7 @@ class _Token(Reducible):
 
 
 class TokenV1(_Token):
-    """A = tokens with q(v) >= max p - alpha (equation 13). alpha < -1 is strict bit for bit."""
+    """A = tokens with q(v) >= max p - alpha (equation 13). alpha < -1 is strict bit for bit, 1 emits the draft alone."""
 
     name = "casc-tok-v1"
 
@@ -119,7 +119,7 @@ class TokenV2(_Token):
     name = "casc-tok-v2"
 
     def trusted(self, p: Tensor, q: Tensor, p_max: Tensor) -> Tensor:
-        return p >= p_max - self.alpha
+        return p >= p_max - self.alpha if self.alpha >= 0 else torch.zeros_like(p, dtype=torch.bool)
 
 
 class TokenV3(_Token):
@@ -131,4 +131,5 @@ class TokenV3(_Token):
     name = "casc-tok-v3"
 
     def trusted(self, p: Tensor, q: Tensor, p_max: Tensor) -> Tensor:
-        return p >= (1 - self.alpha) * p_max
+        # 1 - alpha is 1 for a tiny alpha < 0
+        return p >= (1 - self.alpha) * p_max if self.alpha >= 0 else torch.zeros_like(p, dtype=torch.bool)

@@ -26,7 +26,8 @@ def one_hot(pair: Pair, x: Tensor) -> Pair:
     """The same verification on the draft row e_x: p'' = a e_x + (1 - a) R, q'' = e_x.
 
     Model Runner V2 normalises q', so a pair with a scaled or an empty q' has to be handed over in this form (rules.md, 2.3).
-    Law and acceptance are those of the pair, but for a rejected `fuzzy` row, where x drawn again counts as accepted.
+    Law and acceptance are those of the pair, but for a rejected `fuzzy` row (and a `typical` one with delta >= 1), where x
+    drawn again counts as accepted.
     """
     at = x.unsqueeze(-1)
     a = acceptance_of(pair, x).unsqueeze(-1)

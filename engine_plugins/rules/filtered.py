@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,8 +23,8 @@ GPU_CHUNK = 1 << 23
 class Rewritten:
     """What `FilteredRule.rewrite` did to the rows it was given, in their order.
 
-    outside: [m] bool, x is outside the support and cannot be accepted; unsure: [m] bool, the row's entropy is above h_max and
-    it stayed strict.
+    outside: [m] bool, x is outside the support and cannot be accepted; unsure: [m] bool, the row's entropy is above h_max and it
+    stayed strict. Holds the original of every row that was replaced in whole until `restore`.
     """
 
     outside: Tensor
@@ -39,7 +40,10 @@ class Rewritten:
 
 @dataclass(frozen=True, slots=True)
 class FilteredRule:
-    """A rule, and the support filter of its specification."""
+    """A rule, and the support filter of its specification.
+
+    A drafted token the target forbids (-inf, p(x) = 0) is never accepted: its row is strict, under every rule and filter.
+    """
 
     spec: RuleSpec
     rule: Rule
@@ -52,22 +56,23 @@ class FilteredRule:
     def pair(self, p: Tensor, q: Tensor, x: Tensor) -> Pair:
         """The pair (p', q') to verify with, in new tensors of p's precision.
 
-        p, q: [rows, V] distributions; x: [rows] int64. A token with p(x) = 0 is never accepted, filter or not. Rows the rule
-        leaves alone keep their bits.
+        p, q: [rows, V] distributions; x: [rows] int64. Rows the rule leaves alone keep their bits.
         """
         logits = p.log()
         changed, draft = logits.clone(), q.to(p.dtype, copy=True)
-        rewritten = Rewritten(torch.zeros_like(x, dtype=torch.bool), torch.zeros_like(x, dtype=torch.bool))
+        none = torch.zeros_like(x, dtype=torch.bool)
         if self.acts:
-            self._apply(Rows.of(p, q, x), torch.arange(len(x), device=x.device), slice(0, len(x)), changed, draft, rewritten)
+            everything = torch.arange(len(x), device=x.device)
+            self._apply(Rows.of(p, q, x), everything, slice(0, len(x)), changed, draft, Rewritten(none, none.clone()))
         touched = (changed != logits).any(-1, keepdim=True)
         return torch.where(touched, changed.softmax(-1), p), draft
 
     def rewrite(self, logits: Tensor, q: Tensor, x: Tensor, index: Tensor | None = None) -> Rewritten:
         """Turn rows ``index`` (all by default) of (p, q) into the pair, in place, in chunks that bound the memory.
 
-        logits: [rows, V] float32 processed target logits, given back by `Rewritten.restore`; q: [rows, V] draft distributions,
-        not restored; x: [rows] int64.
+        logits: [rows, V] float32 processed target logits, given back by `Rewritten.restore`, or at once when anything is raised; q:
+        [rows, V] float32 draft distributions, not restored; x: [rows] int64. The law is exact to 1e-5 while logits are within some
+        +-300, beyond which float32 itself spaces them too wide.
         """
         index = torch.arange(len(x), device=x.device) if index is None else index
         outside = torch.zeros(len(index), dtype=torch.bool, device=x.device)
@@ -75,30 +80,31 @@ class FilteredRule:
         if not self.acts:
             return result
         size = max(1, (CPU_CHUNK if logits.device.type == "cpu" else GPU_CHUNK) // logits.shape[-1])
-        for start in range(0, len(index), size):
-            chunk = index[start : start + size]
-            rows = Rows(_read(logits, chunk), _read(q, chunk), x[chunk])
-            self._apply(rows, chunk, slice(start, start + len(chunk)), logits, q, result)
+        try:
+            for start in range(0, len(index), size):
+                chunk = index[start : start + size]
+                rows = Rows(_read(logits, chunk), _read(q, chunk), x[chunk])
+                self._apply(rows, chunk, slice(start, start + len(chunk)), logits, q, result)
+        except BaseException:
+            result.restore(logits)
+            raise
         return result
 
     def _apply(self, rows: Rows, index: Tensor, into: slice, logits: Tensor, q: Tensor, result: Rewritten) -> None:
         """Write the edits of one chunk to rows ``index`` of logits and q."""
         x = rows.x
-        everything = torch.arange(len(x), device=x.device)
-        outside = outside_support(rows, self.spec.p_min or 0.0, self.spec.top_k or 0)
-        unsure = entropy(rows) > self.spec.h_max if self.spec.h_max < torch.inf else torch.zeros_like(outside)
-        outside &= ~unsure
-        result.outside[into], result.unsure[into] = outside, unsure
-        edits: list[tuple[Tensor, Edit | None]] = []
-        inside = everything[~(outside | unsure)]
-        if inside.numel():
-            edits.append((inside, self.rule.edit(rows.take(inside))))
-        rejected = everything[outside]
-        if rejected.numel():
-            edits.append((rejected, reject(self.rule, rows.take(rejected))))
-        for local, edit in edits:
-            if edit is not None:
-                _write(edit, index[local], x[local], logits, q, result._saved)
+        strict = ~rows.allowed
+        if self.spec.h_max < torch.inf:
+            unsure = rows.allowed & (entropy(rows) > self.spec.h_max)
+            result.unsure[into] = unsure
+            strict |= unsure
+        outside = outside_support(rows, self.spec.p_min or 0.0, self.spec.top_k or 0) & ~strict
+        result.outside[into] = outside
+        for some, edit in ((~(strict | outside), self.rule.edit), (outside, partial(reject, self.rule))):
+            local = some.nonzero().squeeze(-1)
+            change = edit(rows.take(local)) if local.numel() else None
+            if change is not None:
+                _write(change, index[local], x[local], logits, q, result._saved)
 
 
 def _read(matrix: Tensor, index: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+import torch
 
 from engine_plugins.rules.base import CERTAIN, Edit, Pair, Rows, Rule
 
@@ -21,13 +21,15 @@ class Lenience(Rule):
         self.scale = l
 
     def definition(self, rows: Rows) -> Pair:
-        return rows.p, rows.q.scatter(-1, rows.x.unsqueeze(-1), self._qx(rows))
+        qx = (rows.qx * self.scale).clamp_min(CERTAIN).unsqueeze(-1)
+        return rows.p, rows.q.scatter(-1, rows.x.unsqueeze(-1), qx)
 
     def edit(self, rows: Rows) -> Edit | None:
-        return None if self.scale == 1 else Edit(qx=self._qx(rows).squeeze(-1))
-
-    def _qx(self, rows: Rows) -> Tensor:
-        return (rows.qx * self.scale).clamp_min(CERTAIN).unsqueeze(-1)
+        if self.scale == 1:
+            return None
+        least = rows.qx * self.scale
+        # where p(x) >= q(x) strict accepts as well
+        return rows.accept(torch.where(rows.px >= least, 1.0, rows.px / least), rows.px < rows.qx)
 
 
 class MentoredDec(Lenience):

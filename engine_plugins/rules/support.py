@@ -16,15 +16,15 @@ from engine_plugins.rules.base import Edit, Rows, Rule
 def outside_support(rows: Rows, p_min: float, top_k: int) -> Tensor:
     """[rows] bool: x has p(x) < p_min, or top_k or more tokens are more probable. 0 switches a condition off.
 
-    A token the target forbids is outside any support, and a token that holds all of the mass is inside.
+    A token that holds all of the mass is inside.
     """
     px = rows.px
-    outside = (rows.lx == -torch.inf) | (px < p_min)
+    outside = px < p_min
     if top_k > 0:
         # rank r means r more tokens above p(x), so (r + 1) p(x) < 1: with p_min = 0.1 the default top_k = 10 follows from it
         open_ = (~outside & (px * (top_k + 1) < 1.001)).nonzero().squeeze(-1)
         if open_.numel():
-            matrix = rows.p if "p" in rows.__dict__ else rows.logits
+            matrix = rows.p if rows.exact else rows.logits
             some = matrix[open_]
             rank = (some > rows.at_x(matrix)[open_].unsqueeze(-1)).sum(-1)
             outside[open_] = rank >= top_k

@@ -11,13 +11,13 @@ class Typical(Rule):
     """Accept iff p(x) > t = min(eps, delta exp(-H)), H = -sum p log(p + 1e-5), else give argmax p. No coin, and q is not read.
 
     Sources: arXiv 2401.10774, section 3.3.1; typical_acceptance_sampler.py of vLLM V0. Usual values: eps = 0.09, delta = 0.3.
-    No value is strict; eps = 0 accepts every token the target allows.
+    No value is strict; eps = 0 accepts every token with p(x) > 0.
     """
 
     name = "typical"
 
     def __init__(self, eps: float, delta: float) -> None:
-        self.eps = eps
+        self.eps = min(eps, 2.0)  # p(x) is never above 1, and float32 cannot hold every float
         self.delta = delta
 
     def definition(self, rows: Rows) -> Pair:

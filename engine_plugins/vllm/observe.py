@@ -49,6 +49,8 @@ class Coins:
 class Described:
     """[rows] each, on the true rows: probabilities of the drafted token, its rank, and strict's acceptance probability min(1, p/q).
 
+    A row without a drafted token (-1) has p = strict = 0.
+
     q is -1 where the drafter kept no probabilities; strict verification then accepts with probability p(x).
     """
 
@@ -61,20 +63,23 @@ class Described:
 def describe(logits: Tensor, q: Tensor | None, x: Tensor, greedy: Tensor) -> Described:
     """logits: [rows, V] processed target logits; q: [rows, V] or None; x: [rows] int64, -1 for no token; greedy: [rows] bool."""
     at = x.clamp_min(0).unsqueeze(-1)
+    drafted = x >= 0
     lx = logits.gather(-1, at)
     size = max(1, CHUNK // logits.shape[-1])
-    lse, rank = torch.empty_like(lx), torch.empty_like(x)
+    # p(x) relative to the row's maximum, as softmax does it: logits far from 0 lose nothing then
+    relative, rank = torch.empty_like(lx), torch.empty_like(x)
     for start in range(0, len(x), size):
         part = slice(start, start + size)
-        torch.logsumexp(logits[part], -1, keepdim=True, out=lse[part])
+        top = logits[part].amax(-1, keepdim=True)
+        relative[part] = lx[part] - top - (logits[part] - top).exp_().sum(-1, keepdim=True).log_()
         rank[part] = (logits[part] > lx[part]).sum(-1)
-    p = (lx - lse).exp().squeeze(-1)
+    p = torch.where(drafted, relative.exp().squeeze(-1), 0.0)
     if q is None:
         qx, strict = torch.full_like(p, -1.0), p
     else:
         qx = q.gather(-1, at).squeeze(-1).to(p.dtype)
         strict = torch.where(qx > 0, p / qx, 0.0).clamp_max(1)
-    return Described(p, qx, rank, torch.where(greedy, (rank == 0).to(p.dtype), strict))
+    return Described(p, qx, rank, torch.where(greedy & drafted, (rank == 0).to(p.dtype), strict))
 
 
 def rows_of(

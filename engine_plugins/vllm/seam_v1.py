@@ -40,6 +40,7 @@ STRICT = "strict"
 class _Request:
     """What the seam keeps for a running request."""
 
+    state: Any  # the runner's own record of the request
     params: RequestParams
     rule: rules.FilteredRule | None  # None: strict
     phase: PhaseTracker | None
@@ -105,8 +106,10 @@ class SeamV1:
         self._mark(step, bound["sampling_metadata"])
         described = describe(logits, q, drafts, step.flagged(RowFlag.GREEDY)) if listened else None
         self._coins.take()
-        rewritten = self._relax(step) if relaxed else []
+        rewritten: list[rules.Rewritten] = []
         try:
+            if relaxed:
+                self._relax(step, rewritten)
             out = self._stock(**bound)
         finally:
             for change in rewritten:
@@ -117,7 +120,7 @@ class SeamV1:
 
     def _request(self, req_id: str) -> _Request:
         known = self._requests.get(req_id)
-        if known is None:
+        if known is None or known.state is not self._runner.requests[req_id]:  # an id may be used again
             if len(self._requests) > 2 * len(self._runner.requests) + 64:
                 self._requests = {k: v for k, v in self._requests.items() if k in self._runner.requests}
             known = self._requests[req_id] = self._admit(req_id)
@@ -129,7 +132,7 @@ class SeamV1:
         found = rules.get(params.rule)
         rule = found if found.acts else None
         phase = PhaseTracker(self._markers, state.prompt_token_ids or ()) if rule and self._markers else None
-        return _Request(params, rule, phase)
+        return _Request(state, params, rule, phase)
 
     def _mark(self, step: _Step, metadata: Any) -> None:
         """Set the flags of rows that must stay strict."""
@@ -140,7 +143,7 @@ class SeamV1:
         step.flags.add_(forced * int(RowFlag.FORCED) + masked * int(RowFlag.MASKED))
         if not metadata.all_random:
             greedy = metadata.all_greedy
-            per_request = [greedy or float(t) == 0 for t in (metadata.temperature if not greedy else step.counts)]
+            per_request = [True] * len(step.counts) if greedy else (metadata.temperature == 0).tolist()
             rows = torch.tensor(per_request).repeat_interleave(torch.tensor(step.counts))
             step.flags.add_(rows.to(step.flags.device) * int(RowFlag.GREEDY))
         if self._markers is not None:
@@ -148,11 +151,11 @@ class SeamV1:
             closing = step.logits[:, self._markers.end[0]] >= top
             step.flags.add_((closing & ~forced) * int(RowFlag.END_OF_THINK))
 
-    def _relax(self, step: _Step) -> list[rules.Rewritten]:
+    def _relax(self, step: _Step, rewritten: list[rules.Rewritten]) -> None:
         """Write the rules' pairs over the rows they may touch, and say in the flags which these were."""
         q = step.q
         if q is None:  # without draft probabilities a rule falls back to strict
-            return []
+            return
         wanted = torch.zeros_like(step.drafts, dtype=torch.bool)
         by_rule: dict[str, list[int]] = {}
         for i, (request, (start, end)) in enumerate(zip(step.requests, step.spans, strict=True)):
@@ -162,7 +165,6 @@ class SeamV1:
             wanted[start:end] = torch.tensor(inside, device=wanted.device)
             by_rule.setdefault(str(request.params.rule), []).append(i)
         wanted &= step.flags == 0
-        rewritten = []
         for members in by_rule.values():
             rule = step.requests[members[0]].rule
             assert rule is not None
@@ -177,7 +179,6 @@ class SeamV1:
                 change.unsure, int(RowFlag.UNSURE), int(RowFlag.RELAXED) + change.outside.long() * int(RowFlag.LOW_SUPPORT)
             )
             rewritten.append(change)
-        return rewritten
 
     def _in_phase(self, req_id: str, request: _Request, drafts: torch.Tensor) -> list[bool]:
         if request.params.phase == "both":
