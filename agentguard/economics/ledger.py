@@ -146,8 +146,9 @@ class Ledger:
         values, censored = measured(step), is_censored(step)
         for workload in (assignment.workload, model_of(assignment.workload)):
             key = (workload, assignment.arm)
-            added = self._cell(key).add_step(sums.setdefault(key, SessionSums()), values, censored=censored)
-            self.pending.setdefault(key, Cell()).merge(added)
+            if key not in sums:
+                sums[key] = SessionSums()
+            self._pending(key).merge(self._cell(key).add_step(sums[key], values, censored=censored))
         if self._guard:
             self._judge(assignment)
 
@@ -161,13 +162,18 @@ class Ledger:
             workload, arm = found
             strict = strict_expectation(request.rows.strict)
             for name in (workload, model_of(workload)):
-                added = self._cell((name, arm)).add_round(request.accepted, strict)
-                self.pending.setdefault((name, arm), Cell()).merge(added)
+                self._pending((name, arm)).merge(self._cell((name, arm)).add_round(request.accepted, strict))
 
     def _cell(self, key: tuple[str, str]) -> Cell:
         cell = self.cells.get(key)
         if cell is None:
             cell = self.cells[key] = Cell()
+        return cell
+
+    def _pending(self, key: tuple[str, str]) -> Cell:
+        cell = self.pending.get(key)
+        if cell is None:
+            cell = self.pending[key] = Cell()
         return cell
 
     # -- the guard -----------------------------------------------------------------------------------------------------------------

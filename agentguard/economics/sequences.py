@@ -8,6 +8,7 @@ excludes 1. The price is a width of about 1.5 times that of an interval for one 
 
 from __future__ import annotations
 
+import functools
 import math
 
 from agentguard.economics.ratios import Ratio
@@ -25,6 +26,7 @@ def half_width(variance: float, alpha: float = ALPHA) -> float:
     return math.sqrt((v + scale) * (math.log((v + scale) / scale) - 2 * math.log(alpha))) / v
 
 
+@functools.cache
 def _best(alpha: float) -> float:
     """v/scale at which the mixture is narrowest: x = 1 + v/scale solves x - ln x = 1 + 2 ln(1/alpha)."""
     x = target = 1 - 2 * math.log(alpha)
