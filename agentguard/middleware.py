@@ -18,6 +18,7 @@ import pydantic
 import structlog
 from pydantic import BaseModel, ConfigDict, Field
 
+from agentguard.economics.cells import CANCELLED
 from agentguard.economics.classes import Classes, is_side_call, kind_of
 from agentguard.economics.ledger import Ledger, ledger_of
 from agentguard.engines.base import Chunk, Engine, EngineInfo, Stream
@@ -172,7 +173,9 @@ class Guard:
         prompt = await self.engine.tokenize_chat({"model": self.info.model, **body})
         kind = kind_of(request.messages, session.steps_started + 1)
         workload = self._classes.name(self.info.model, route, kind)
-        side = is_side_call(body, request.limit, session_used_tools=session.used_tools, marked=side)
+        side = is_side_call(
+            body, request.limit, session_used_tools=session.used_tools, first=session.steps_started == 0, marked=side
+        )
         assigned = self.ledger.assign(str(identity), workload, pinned=asked, side=side)
         xargs = {"ag_phase": self.policy.phase} | dict(request.vllm_xargs or {}) | {"ag_rule": assigned.rule}
         cap = self._cap(request, session, len(prompt), workload)
@@ -180,7 +183,7 @@ class Guard:
         number, request_id = session.next_step(), uuid.uuid4().hex
         self.ledger.started(request_id, assigned)
         account = _Account(prompt, *self._open_tally(prompt))
-        started, error = time.perf_counter(), "cancelled"
+        started, error = time.perf_counter(), CANCELLED
         self.hub.publish(
             StepStarted(
                 t=time.time(), session=str(identity), step=number, request=request_id, model=self.info.model, rule=xargs["ag_rule"],
@@ -218,7 +221,10 @@ class Guard:
             )  # fmt: skip
             session.add(step)
             self.hub.publish(step)
-            self.ledger.finished(step, assigned, session.sums)
+            try:
+                self.ledger.finished(step, assigned, session.sums)
+            except Exception:  # counting must never break a client's stream
+                logger.exception("economics_failed", request=request_id)
 
     async def _run(
         self, request: ChatRequest, upstream: dict[str, Any], cap: Cap, account: _Account, request_id: str, session: str

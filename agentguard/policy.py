@@ -5,6 +5,7 @@ A recipe is YAML; unknown keys are refused with the nearest match. Inside the pr
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -62,18 +63,33 @@ class Economics(_Model):
 
     @pydantic.field_validator("baseline")
     @classmethod
-    def _positive(cls, value: str | dict[str, float]) -> str | dict[str, float]:
-        if isinstance(value, dict) and any(mean <= 0 for mean in value.values()):
-            raise ValueError("a mean a step is greater than 0")
+    def _means(cls, value: str | dict[str, float]) -> str | dict[str, float]:
+        if isinstance(value, dict):
+            if not all(0 < mean < math.inf for mean in value.values()):
+                raise ValueError("a mean a step is a finite number greater than 0")
+            if "rounds" not in value:
+                raise ValueError("needs at least 'rounds', which the verdict is about")
         return value
 
     @pydantic.field_validator("arms")
     @classmethod
     def _known_rules(cls, value: dict[str, float]) -> dict[str, float]:
+        seen: dict[str, str] = {}
         for rule in value:
-            if not RuleSpec.parse(rule, what="arms").relaxed:
+            spec = RuleSpec.parse(rule, what="arms")
+            if not spec.relaxed:
                 raise ValueError(f"{rule!r} is strict, which the control group is; name relaxed rules")
+            text = str(spec.for_request())
+            if text in seen:
+                raise ValueError(f"{rule!r} and {seen[text]!r} are the same rule; keep one")
+            seen[text] = rule
         return value
+
+    @pydantic.model_validator(mode="after")
+    def _comparable(self) -> Economics:
+        if self.arms and self.control == 0 and self.baseline == "live":
+            raise ValueError("control: 0 leaves nothing to compare the arms with; give a share, or a baseline")
+        return self
 
 
 class EngineOptions(_Model):
@@ -110,6 +126,13 @@ class Policy(_Model):
     engine: EngineOptions = EngineOptions()
     max_sessions: int = Field(10_000, ge=1)
     """Sessions remembered; the least recently used one is forgotten first."""
+
+    @pydantic.model_validator(mode="after")
+    def _one_place_for_arms(self) -> Policy:
+        rule = RuleSpec.parse(self.rule, what="rule")
+        if self.economics.arms and rule.relaxed:
+            raise ValueError(f"rule: {self.rule} and economics.arms are both given; name the rule among the arms, with a weight")
+        return self
 
     @pydantic.field_validator("rule")
     @classmethod

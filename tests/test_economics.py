@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from agentguard.economics import sequences
 from agentguard.economics.arms import STRICT, Arms
 from agentguard.economics.baseline import baseline_of
-from agentguard.economics.cells import QUANTITIES, Cell, Mean, SessionSums, bin_of, log_ratio, strict_expectation
+from agentguard.economics.cells import QUANTITIES, Cell, Mean, SessionSums, bin_of, is_censored, strict_expectation
 from agentguard.economics.classes import LIMIT, Classes, is_side_call, kind_of, model_of
-from agentguard.economics.ledger import Assignment, Ledger, ledger_of
-from agentguard.economics.netwin import Switch, Verdict, judge
+from agentguard.economics.ledger import Assignment, Ledger, ledger_of, setup_of
+from agentguard.economics.netwin import Difference, Switch, Verdict, combined, difference, judge
 from agentguard.economics.report import report
 from agentguard.errors import ConfigError
 from agentguard.events import DraftRows, RuleSwitched, StepFinished, VerificationStep, Verified
-from agentguard.policy import Economics, Policy
+from agentguard.policy import Economics, Policy, parse
 from agentguard.telemetry import prometheus
 
 RULE = "cactus:delta=1,p_min=0.1,top_k=10"
@@ -91,14 +91,18 @@ class TestClasses:
             ({}, 256, True, True),
             ({}, 4096, True, False),
             ({"tools": [{}]}, 256, True, False),
-            ({"reasoning_effort": "low"}, None, False, True),
-            ({"reasoning": {"effort": "minimal"}}, None, False, True),
+            ({"reasoning_effort": "low"}, None, False, False),  # a user who always wants little
+            ({"reasoning_effort": "low"}, None, True, True),
+            ({"reasoning": {"effort": "minimal"}}, None, True, True),
             ({"reasoning_effort": "high"}, 4096, True, False),
         ],
     )
     def test_side_calls(self, body: dict[str, Any], limit: int | None, used: bool, side: bool) -> None:
         assert is_side_call(body, limit, session_used_tools=used) == side
         assert is_side_call(body, limit, session_used_tools=used, marked=True)
+
+    def test_a_session_may_begin_with_its_title(self) -> None:
+        assert is_side_call({"reasoning_effort": "low"}, None, session_used_tools=False, first=True)
 
     def test_their_number_is_bounded(self) -> None:
         classes = Classes()
@@ -137,20 +141,32 @@ class TestCells:
         assert together.value == pytest.approx(apart.value)
         assert together.variance == pytest.approx(10 * apart.variance, rel=0.05)
 
-    def test_a_censored_run_counts_with_the_mean_of_what_got_further(self) -> None:
+    def test_a_censored_trace_counts_with_the_mean_of_what_got_further(self) -> None:
         cell, session = Cell(), SessionSums()
-        for y in (100.0, 1000.0, 3000.0):
-            cell.add_step(session, values(y), censored=False)
-        added = cell.add_step(session, values(400.0), censored=True)
-        assert added["tokens"] == added["rounds"] == pytest.approx(2000.0)
-        assert added["answer"] == 400.0, "an answer is not cut short by a close"
+        for think in (100.0, 1000.0, 3000.0):
+            cell.add_step(session, values(0.0) | {"think": think, "tokens": think + 50}, censored=False)
+        step = {"tokens": 500.0, "think": 400.0, "answer": 100.0, "rounds": 50.0, "ttlt": 5.0}
+        added = cell.add_step(session, step, censored=True)
+        assert (added["think"], added["tokens"], added["answer"]) == (2000.0, 2100.0, 100.0)
+        assert (added["rounds"], added["ttlt"]) == (pytest.approx(210.0), pytest.approx(21.0))
         assert cell.get("censored") == 1
 
-    def test_runs_capped_alike_count_as_the_cap(self) -> None:
+    def test_traces_capped_alike_count_as_the_cap_whatever_their_answers(self) -> None:
         cell, session = Cell(), SessionSums()
-        for y in (10.0, 20.0):
-            cell.add_step(session, values(y), censored=False)
-        assert cell.add_step(session, values(1000.0), censored=True)["tokens"] == 1000.0
+        for answer in (5.0, 900.0):  # a long answer is no long trace
+            cell.add_step(session, values(0.0) | {"think": 300.0, "tokens": 300.0 + answer}, censored=False)
+        added = cell.add_step(session, values(0.0) | {"think": 1000.0, "tokens": 1010.0}, censored=True)
+        assert (added["think"], added["tokens"]) == (1000.0, 1010.0)
+
+    @pytest.mark.parametrize(
+        ("known", "censored"),
+        [
+            ({}, False), ({"closed": "fraction"}, True), ({"error": "cancelled"}, True),
+            ({"finish_reason": "length", "answer_tokens": 0}, True), ({"finish_reason": "length"}, False),
+        ],
+    )  # fmt: skip
+    def test_what_ends_a_trace_that_is_not_the_model(self, known: dict[str, Any], censored: bool) -> None:
+        assert is_censored(step_of(10, **known)) == censored
 
     def test_redistribution_is_the_kaplan_meier_restricted_mean(self) -> None:
         """With censoring at random the estimate is close to the truth, where counting censored runs as short is far below it."""
@@ -160,7 +176,7 @@ class TestCells:
             length, censor = rng.lognormvariate(5, 0.8), rng.lognormvariate(5.5, 0.8)
             truth.append(length)
             naive.append(min(length, censor))
-            cell.add_step(SessionSums(), values(min(length, censor)), censored=censor < length)
+            cell.add_step(SessionSums(), values(min(length, censor)) | {"answer": 0.0}, censored=censor < length)
         mean, found = sum(truth) / 4_000, cell.mean("tokens")
         assert found is not None
         assert sum(naive) / 4_000 < 0.75 * mean
@@ -235,45 +251,75 @@ def sample(rng: random.Random, ratio: float, sessions: int) -> Cell:
     return cell_of([[ratio * rng.lognormvariate(4, 0.5) for _ in range(3)] for _ in range(sessions)])
 
 
+def verdict_of(arm: Cell, control: Cell, minimum: int = 30) -> Verdict:
+    return judge(difference(arm, control, "rounds"), difference(arm, control, "ttlt"), min(arm.sessions, control.sessions), minimum)
+
+
 class TestVerdict:
     def test_loss_win_and_undecided(self) -> None:
         rng = random.Random(0)
         control = sample(rng, 1.0, 300)
         for ratio, word in ((1.6, "loss"), (0.6, "win"), (1.0, "undecided")):
-            verdict = judge(sample(rng, ratio, 300), control)
+            verdict = verdict_of(sample(rng, ratio, 300), control)
             assert verdict.word == word
             assert verdict.rounds is not None
             assert verdict.rounds.value == pytest.approx(ratio, rel=0.1)
-        assert judge(sample(rng, 3.0, 29), control) == Verdict("undecided", "29 of 30 sessions an arm")
+        assert verdict_of(sample(rng, 3.0, 29), control) == Verdict("undecided", "29 of 30 sessions an arm")
 
     def test_time_can_lose_what_rounds_do_not(self) -> None:
         rng = random.Random(0)
         control, arm = sample(rng, 1.0, 300), sample(rng, 1.0, 300)
-        for cell, factor in ((arm, 2.0),):
-            for key, power in (("ttlt", 1), ("ttlt2", 2), ("ttltn", 1)):
-                cell.sums[key] *= factor**power
-        verdict = judge(arm, control)
+        for key, power in (("ttlt", 1), ("ttlt2", 2), ("ttltn", 1)):
+            arm.sums[key] *= 2.0**power
+        verdict = verdict_of(arm, control)
         assert (verdict.word, verdict.quantity) == ("loss", "ttlt")
 
     def test_without_rounds_nothing_is_decided(self) -> None:
         cell = cell_of([[1.0, 2.0]] * 50)
         for key in ("rounds", "rounds2", "roundsn", "ttlt", "ttlt2", "ttltn"):
             cell.sums[key] = 0.0
-        assert judge(cell, cell).reason.startswith("no rounds are reported")
+        assert verdict_of(cell, cell).reason.startswith("no rounds to compare")
 
-    def test_a_switch_goes_off_on_a_loss_and_back_only_on_later_evidence(self) -> None:
+    def test_a_small_control_borrows_the_relative_variance_of_the_large_arm(self) -> None:
+        """The control happens to have drawn no long run: with its own variance alone it would be far too sure of itself."""
+        rng = random.Random(1)
+        arm = cell_of([[rng.lognormvariate(0, 1.2)] for _ in range(2_000)])
+        control = cell_of([[1.0 + i / 1_000] for i in range(60)])
+        found = difference(arm, control, "rounds")
+        assert found is not None
+        mean = arm.mean("rounds")
+        assert mean is not None
+        relative = mean.variance * mean.n / mean.value**2
+        assert found.variance > 0.9 * relative / 60
+        assert found.n == 60
+
+    def test_classes_are_combined_within_not_across(self) -> None:
+        """Sums across classes would mix them in different shares (Simpson); a weighted mean of the classes' own ratios does not."""
+        found = combined([Difference(math.log(0.8), 0.01, 100), Difference(math.log(0.9), 0.04, 50)])
+        assert found is not None
+        assert math.exp(found.log) == pytest.approx(0.8 ** (4 / 5) * 0.9 ** (1 / 5))
+        assert math.sqrt(found.variance) == pytest.approx(0.1 * 0.8 + 0.2 * 0.2), "fully correlated errors"
+        assert found.n == 150
+        assert combined([]) is None
+
+    def test_a_switch_counts_only_what_came_after_its_last_move(self) -> None:
         rng = random.Random(0)
         switch, control, arm = Switch(), sample(rng, 1.0, 300), sample(rng, 1.6, 300)
-        assert switch.step(arm, control, 1.0)
-        assert (switch.on, switch.at, switch.verdict.word) == (False, 1.0, "loss")
-        assert not switch.step(arm, control, 2.0), "the old evidence does not count"
-        assert "since then 0 of 30 sessions" in switch.reason
-        for fresh, ratio in ((sample(rng, 0.5, 20), 0.5), (sample(rng, 0.5, 300), 0.5)):
-            arm.merge(fresh.sums)
-            control.merge(sample(rng, 1.0, 300).sums)
-            moved = switch.step(arm, control, 3.0)
-            assert moved == (fresh.sessions >= 30), ratio
-        assert (switch.on, switch.at, switch.verdict.word) == (True, 3.0, "win")
+        switch.move(verdict_of(arm, control), arm, control, 1.0)
+        assert (switch.on, switch.moves, switch.at, switch.verdict.word) == (False, 1, 1.0, "loss")
+        recent, beside = switch.since(arm, control)
+        assert recent.sessions == 0
+        assert isinstance(beside, Cell)
+        switch.judged(verdict_of(recent, beside))
+        assert "is above 1; since then 0 of 30 sessions" in switch.reason
+        assert switch.verdict.word == "loss"
+        arm.merge(sample(rng, 0.5, 100).sums)
+        control.merge(sample(rng, 1.0, 100).sums)
+        recent, beside = switch.since(arm, control)
+        assert isinstance(beside, Cell)
+        assert verdict_of(recent, beside).word == "win"
+        switch.move(verdict_of(recent, beside), arm, control, 2.0)
+        assert (switch.on, switch.moves) == (True, 2)
         assert Switch.from_json(json.loads(json.dumps(switch.as_json()))) == switch
 
 
@@ -291,6 +337,7 @@ def traffic(ledger: Ledger, ratio: float, sessions: range, seed: int = 0) -> Cou
 
 
 def ledger(events: list[RuleSwitched] | None = None, **known: Any) -> Ledger:
+    known = {"min_sessions": 30} | known
     return Ledger(Arms(b"k", 0.5, (RULE,), (1.0,)), on_event=(events if events is not None else []).append, **known)
 
 
@@ -322,13 +369,27 @@ class TestLedger:
         book = ledger(events)
         traffic(book, 0.7, range(600))
         assert events == []
-        (row,) = [r for r in book.rows() if r.arm == RULE and not r.pooled]
+        (row,) = [r for r in book.rows() if r.arm == RULE]
         assert (row.on, row.verdict) == (True, "win")
 
-    def test_measuring_only_switches_nothing(self) -> None:
+    def test_a_rule_that_comes_back_is_not_switched_off_by_what_was_before(self) -> None:
+        """A rule that loses at first and then wins moves once each way; it does not flap."""
         events: list[RuleSwitched] = []
-        traffic(ledger(events, guard=False), 2.0, range(500))
+        book = ledger(events, exploration=1.0)
+        traffic(book, 1.5, range(600))
+        traffic(book, 0.6, range(600, 3_000), seed=1)
+        assert [e.on for e in events] == [False, True]
+
+    def test_measuring_only_judges_and_switches_nothing(self) -> None:
+        events: list[RuleSwitched] = []
+        book = ledger(events, guard=False)
+        ran = traffic(book, 2.0, range(500))
         assert events == []
+        assert ran[RULE] > 600
+        (row,) = [r for r in book.rows() if r.arm == RULE]
+        assert (row.on, row.verdict) == (True, "loss")
+        book.switches[LEAF, RULE].on = False  # as a store may bring it
+        assert {book.assign(f"s{i}", LEAF).rule for i in range(50)} == {STRICT, RULE}
 
     @pytest.mark.parametrize(
         ("known", "reason"), [({"pinned": "interp:w=1"}, "the request names its rule"), ({"side": True}, "side call")]
@@ -341,33 +402,34 @@ class TestLedger:
         book.finished(step_of(10), assigned, {})
         assert book.cells == {}
 
-    def test_a_failed_step_is_not_counted(self) -> None:
+    def test_a_failed_step_is_not_counted_and_a_cancelled_one_is_censored(self) -> None:
         book = ledger()
         book.finished(step_of(10, error="gone"), Assignment(RULE, RULE, LEAF, ""), {})
         assert book.cells == {}
+        book.finished(step_of(10, error="cancelled"), Assignment(RULE, RULE, LEAF, ""), {})
+        assert book.cells[LEAF, RULE].get("censored") == 1
 
     def test_steps_that_the_guard_ran_strict_are_not_the_arms(self) -> None:
         book = ledger()
         book.finished(step_of(10), Assignment(STRICT, RULE, LEAF, "switched"), {})
         assert book.cells == {}
 
-    def test_a_small_class_is_judged_by_its_model(self) -> None:
+    def test_a_small_class_is_judged_by_its_models_classes(self) -> None:
         events: list[RuleSwitched] = []
         book = ledger(events)
         rng = random.Random(2)
         for i in range(400):
             for kind in ("first", "follow_up", "tool_result"):
-                name = f"m/chat/{kind}"
                 if kind == "tool_result" and i % 20:
                     continue
-                assigned = book.assign(f"s{i}", name)
+                assigned = book.assign(f"s{i}", f"m/chat/{kind}")
                 rounds = rng.lognormvariate(4, 0.5) * (1.6 if assigned.rule == RULE else 1)
                 book.finished(step_of(rounds), assigned, {})
         evidence = {e.workload: e.evidence for e in events}
-        assert evidence["m/chat/tool_result"] == "m"
-        rows = {(r.workload, r.arm): r for r in book.rows()}
-        assert rows["m", RULE].pooled
-        assert rows["m", RULE].steps == sum(rows[f"m/chat/{k}", RULE].steps for k in ("first", "follow_up", "tool_result"))
+        assert evidence["m/chat/tool_result"] == "model"
+        assert {e.on for e in events} == {False}
+        rows = {r.workload: r.evidence for r in book.rows() if r.arm == RULE}
+        assert rows["m/chat/tool_result"] == "model"
 
     def test_telemetry_gives_the_strict_counterfactual_without_a_control(self) -> None:
         book = ledger()
@@ -398,9 +460,9 @@ class TestLedger:
         sums: dict[tuple[str, str], SessionSums] = {}
         for i in range(3_000):
             book.finished(step_of(10 + i % 50), Assignment(RULE, RULE, LEAF, ""), sums)
-        assert set(book.cells) == {(LEAF, RULE), ("m", RULE)}
+        assert set(book.cells) == {(LEAF, RULE)}
         assert max(len(c.sums) for c in book.cells.values()) < 120
-        assert len(sums) == 2
+        assert len(sums) == 1
 
     def test_running_requests_are_forgotten_at_their_bound(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("agentguard.economics.ledger.RUNNING", 10)
@@ -429,7 +491,7 @@ class TestBaseline:
         assert source == "fixed"
         book = Ledger(Arms(b"k", 0.0, (RULE,), (1.0,)), baseline=means, baseline_source=source)
         traffic(book, 2.0, range(200))
-        (row,) = [r for r in book.rows() if not r.pooled]
+        (row,) = book.rows()
         assert row.baseline == "fixed"
         assert row.ratios["rounds"] is not None
         assert row.ratios["rounds"].value == pytest.approx(2 * math.exp(4 + 0.125) / 40, rel=0.1)
@@ -443,7 +505,9 @@ class TestBaseline:
         means, source = baseline_of(str(path))
         assert means == {"rounds": Mean(40.0, 4.0, 50)}
         assert source == "study study.json"
-        assert log_ratio(Mean(80.0, 0.0, 9), Mean(40.0, 4.0, 50)) == (pytest.approx(math.log(2)), pytest.approx(4 / 1600))
+        found = difference(cell_of([[80.0]] * 9), means, "rounds")
+        assert found is not None
+        assert (found.log, found.variance, found.n) == (pytest.approx(math.log(2)), pytest.approx(4 / 1600), 9)
 
     @pytest.mark.parametrize("text", ["{}", "[]", "no json", '{"arms": [{"rule": "cactus:delta=1"}]}'])
     def test_a_file_that_is_no_study_is_refused(self, tmp_path: Path, text: str) -> None:
@@ -479,10 +543,22 @@ class TestPolicy:
             ({"arms": {"cactus:1": 0}}, "greater than 0"),
             ({"contrl": 0.1}, "did you mean 'control'"),
             ({"baseline": {"rounds": -1}}, "greater than 0"),
+            ({"baseline": {"rounds": math.inf}}, "finite number"),
+            ({"baseline": {"tokens": 9}}, "needs at least 'rounds'"),
+            ({"arms": {"cactus:1": 1, "cactus:delta=1,p_min=0.1,top_k=10": 1}}, "are the same rule"),
+            ({"arms": {"cactus:1": 1}, "control": 0}, "nothing to compare"),
         ],
     )
     def test_bad_economics_name_field_value_and_remedy(self, raw: dict[str, Any], named: str) -> None:
-        from agentguard.policy import parse
-
         with pytest.raises(ConfigError, match=named):
             parse({"model": "m", "economics": raw})
+
+    def test_a_rule_beside_arms_is_refused(self) -> None:
+        with pytest.raises(ConfigError, match="name the rule among the arms"):
+            parse({"model": "m", "rule": "cactus:1", "economics": {"arms": {"interp:0.5": 1}}})
+
+    def test_another_setup_has_another_name(self) -> None:
+        base = parse({"model": "m", "draft": "d"})
+        assert setup_of(base) == setup_of(parse({"model": "m", "draft": "d", "max_sessions": 5}))
+        for other in ({"draft": "e"}, {"model": "n"}, {"phase": "both"}, {"engine": {"draft_tokens": 3}}):
+            assert setup_of(parse({"model": "m", "draft": "d"} | other)) != setup_of(base)

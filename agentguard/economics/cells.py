@@ -5,10 +5,11 @@ mean a step is sum Y / sum n, and by linearisation its variance is sum (Y_i - me
 cluster sampling (Cochran 1977, section 6.3). Both follow from sum n, sum n^2, sum Y, sum Y^2 and sum Y n, which grow by what a
 step adds to its session's own sums. All sums are additive: those of two gateways make one.
 
-**A closed run is censored, not short.** Its length is only known to be at least what was seen, so it counts with the mean
-length of the arm's runs that got further (Efron's redistribution to the right, 1967, on a histogram), or with its own where
-none did. With one cap for all, as under the guard's cutoff, that is the mean restricted at the cap. The restriction also bounds
-the heavy tail of lengths.
+**A closed trace is censored, not short.** Its length is only known to be at least what was seen, so it counts with the mean
+length of the arm's traces that got further (Efron's redistribution to the right, 1967, on a histogram of think tokens), or with
+its own where none did; rounds and time grow with its tokens. With one think cap for all, as under the guard's cutoff, that is
+the mean restricted at the cap, which also bounds the heavy tail. The uncertainty of what is imputed is left out: with a third
+of the traces censored at random the error is 15 to 25 % larger than stated, which the confidence sequences' slack covers.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from agentguard.events import StepFinished
 
 QUANTITIES = ("tokens", "think", "answer", "rounds", "ttlt")
 BINS = 64
-"""Of the histogram of tokens a step: four bins to an octave, up to 2^16."""
+"""Of the histogram of think tokens a step: four bins to an octave, up to 2^16."""
 POSITIONS = 32
 """Draft positions told apart."""
 
@@ -32,6 +33,8 @@ class SessionSums:
 
     steps: int = 0
     sums: dict[str, float] = field(default_factory=dict)
+    moves: int = 0
+    """Of the arm's switch when these sums began."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +50,7 @@ class Cell:
     """The sums of one arm in one class, by name.
 
     ``sessions``, ``steps``, ``steps2`` (sum n^2), ``censored``; for each quantity q ``q``, ``q2`` (sum Y^2) and ``qn`` (sum Y
-    n); ``h3`` and ``t3``: runs in the histogram's bin 3 and their tokens; ``spec_rounds``, ``strict`` (accepted length strict
+    n); ``h3`` and ``t3``: traces in the histogram's bin 3 and their tokens; ``spec_rounds``, ``strict`` (accepted length strict
     would have had) and ``a2`` (rounds in which draft position 2 was accepted) from the engine's telemetry.
     """
 
@@ -59,14 +62,14 @@ class Cell:
     def add_step(self, session: SessionSums, step: Mapping[str, float], *, censored: bool) -> dict[str, float]:
         """Count one step; its session's sums go on by it. ``step``: a value for each of `QUANTITIES`. Returns what was added."""
         added: dict[str, float] = {}
-        tokens = step["tokens"]
-        scale = 1.0
+        think, more, scale = step["think"], 0.0, 1.0
         if censored:
             added["censored"] = 1.0
-            scale = self._further(tokens) / tokens if tokens else 1.0
+            more = self._further(think) - think
+            scale = 1 + more / step["tokens"] if step["tokens"] else 1.0
         else:
-            place = bin_of(tokens)
-            added[f"h{place}"], added[f"t{place}"] = 1.0, tokens
+            place = bin_of(think)
+            added[f"h{place}"], added[f"t{place}"] = 1.0, think
         n = session.steps
         if n == 0:
             added["sessions"] = 1.0
@@ -74,8 +77,10 @@ class Cell:
         added["steps2"] = 2.0 * n + 1.0
         known = session.sums
         for name, y in step.items():
-            if name != "answer":  # an answer is never cut short by a close
+            if name in ("rounds", "ttlt"):
                 y *= scale
+            elif name != "answer":
+                y += more
             before = known.get(name, 0.0)
             added[name] = y
             added[name + "2"] = (2 * before + y) * y
@@ -144,13 +149,13 @@ class Cell:
             shares.pop()
         return shares
 
-    def _further(self, tokens: float) -> float:
-        """Mean tokens of the arm's finished runs in the bins above this one; ``tokens`` itself where there is none."""
-        runs = total = 0.0
-        for place in range(bin_of(tokens) + 1, BINS):
-            runs += self.get(f"h{place}")
+    def _further(self, think: float) -> float:
+        """Mean think tokens of the arm's finished traces in the bins above this one; ``think`` itself where there is none."""
+        traces = total = 0.0
+        for place in range(bin_of(think) + 1, BINS):
+            traces += self.get(f"h{place}")
             total += self.get(f"t{place}")
-        return total / runs if runs else tokens
+        return total / traces if traces else think
 
 
 def bin_of(tokens: float) -> int:
@@ -165,14 +170,12 @@ def measured(step: StepFinished) -> dict[str, float]:
     }  # fmt: skip
 
 
+CANCELLED = "cancelled"
+
+
 def is_censored(step: StepFinished) -> bool:
-    """Did something else than the model end the trace or the answer?"""
-    return bool(step.closed) or step.finish_reason == "length"
-
-
-def log_ratio(over: Mean, under: Mean) -> tuple[float, float]:
-    """ln(over/under) and its variance, by the delta method; the arms' sessions are different ones, so the variances add."""
-    return math.log(over.value / under.value), over.variance / over.value**2 + under.variance / under.value**2
+    """Did something else than the model end the trace: a close, the client that hung up, a limit inside the trace?"""
+    return bool(step.closed) or step.error == CANCELLED or (step.finish_reason == "length" and step.answer_tokens == 0)
 
 
 def strict_expectation(strict: list[float]) -> float:

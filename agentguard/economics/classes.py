@@ -1,7 +1,7 @@
 """Kinds of work that are compared with each other: model × route × kind of step, a bounded number of them.
 
-A class with few sessions is judged by the sums of its model. Side calls (titles, summaries) share an agent's session and are no
-class: they are short whatever the rule, and there are many of them.
+A class with few sessions is judged by its model's classes together. Side calls (titles, summaries) share an agent's session and
+are no class: they are short whatever the rule, and there are many of them.
 """
 
 from __future__ import annotations
@@ -28,10 +28,13 @@ def kind_of(messages: Sequence[Mapping[str, Any]], step: int) -> Kind:
     return "first" if step <= 1 else "follow_up"
 
 
-def is_side_call(body: Mapping[str, Any], limit: int | None, *, session_used_tools: bool, marked: bool = False) -> bool:
+def is_side_call(
+    body: Mapping[str, Any], limit: int | None, *, session_used_tools: bool, first: bool = False, marked: bool = False
+) -> bool:
     """Is this a call beside the agent's own work? Marked by the client, or without tools and either told to think little or short.
 
-    Short only counts in a session that has used tools: a chat without any is somebody's own work (litellm.md, section 6).
+    Low effort only counts in a session that has used tools or begins with it (opencode's title comes first), short only in one
+    that has used tools: a chat without any is somebody's own work (litellm.md, section 6).
     """
     if marked:
         return True
@@ -39,7 +42,9 @@ def is_side_call(body: Mapping[str, Any], limit: int | None, *, session_used_too
         return False
     reasoning = body.get("reasoning")
     effort = body.get("reasoning_effort") or (reasoning.get("effort") if isinstance(reasoning, dict) else None)
-    return effort in _LOW_EFFORT or (session_used_tools and limit is not None and limit <= SIDE_LIMIT)
+    if effort in _LOW_EFFORT and (session_used_tools or first):
+        return True
+    return session_used_tools and limit is not None and limit <= SIDE_LIMIT
 
 
 class Classes:

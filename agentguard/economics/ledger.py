@@ -5,6 +5,8 @@ Synchronous and in memory; `agentguard.store.sync` keeps it on disk or shares it
 
 from __future__ import annotations
 
+import hashlib
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -13,9 +15,9 @@ from typing import Any
 
 from agentguard.economics.arms import STRICT, Arms
 from agentguard.economics.baseline import baseline_of
-from agentguard.economics.cells import QUANTITIES, Cell, Mean, SessionSums, is_censored, measured, strict_expectation
+from agentguard.economics.cells import CANCELLED, QUANTITIES, Cell, Mean, SessionSums, is_censored, measured, strict_expectation
 from agentguard.economics.classes import model_of
-from agentguard.economics.netwin import MIN_SESSIONS, Switch, compare
+from agentguard.economics.netwin import MIN_SESSIONS, Control, Switch, Verdict, combined, difference, judge
 from agentguard.economics.ratios import Ratio
 from agentguard.events import RuleSwitched, StepFinished, VerificationStep
 from agentguard.policy import Policy
@@ -45,12 +47,10 @@ class Assignment:
 class Row:
     """One arm in one class, as `GET /guard/v1/economics` shows it. Ratios are to ``baseline``; None is not known yet.
 
-    ``pooled``: the sums of a model's classes together, where nothing is switched; ``evidence``: the class whose sums judge this
-    one.
+    ``evidence``: "own", or "model" while the class is small and all classes of its model judge it together.
     """
 
     workload: str
-    pooled: bool
     arm: str
     on: bool
     since: float
@@ -98,6 +98,8 @@ class Ledger:
         self.switches: dict[tuple[str, str], Switch] = {}
         self.pending: dict[tuple[str, str], Cell] = {}
         """What was added since the store last took it."""
+        self.outbox: tuple[str, dict[tuple[str, str], Cell]] | None = None
+        """A batch on its way to the store, under a name of its own, until the store has said that it holds it."""
         self.moved: set[tuple[str, str]] = set()
         """Switches the store has not seen."""
         self._guard = guard
@@ -125,6 +127,8 @@ class Ledger:
     def _rule(self, arm: str, identity: str, workload: str) -> tuple[str, str]:
         if arm == STRICT:
             return (STRICT, "control") if self.arms.rules else (self._default, "no relaxed arm")
+        if not self._guard:
+            return arm, "assigned"
         switch = self.switches.get((workload, arm))
         if switch is None or switch.on:
             return arm, "assigned"
@@ -140,17 +144,19 @@ class Ledger:
                 self._running.popitem(last=False)
 
     def finished(self, step: StepFinished, assignment: Assignment, sums: dict[tuple[str, str], SessionSums]) -> None:
-        """Count a step. ``sums``: its session's own sums, kept by the session and changed here. A failed step counts nowhere."""
-        if not assignment.counted or step.error:
+        """Count a step. ``sums``: its session's own sums, kept by the session and changed here.
+
+        A failed step counts nowhere; a cancelled one is a censored one.
+        """
+        if not assignment.counted or step.error not in ("", CANCELLED) or not step.tokens:
             return
-        values, censored = measured(step), is_censored(step)
-        for workload in (assignment.workload, model_of(assignment.workload)):
-            key = (workload, assignment.arm)
-            if key not in sums:
-                sums[key] = SessionSums()
-            self._pending(key).merge(self._cell(key).add_step(sums[key], values, censored=censored))
-        if self._guard:
-            self._judge(assignment)
+        key = (assignment.workload, assignment.arm)
+        # a session that runs on after a move is a new one to what is judged next
+        moves = self.switches[key].moves if key in self.switches else 0
+        if key not in sums or sums[key].moves != moves:
+            sums[key] = SessionSums(moves=moves)
+        self._add(key, self._cell(key).add_step(sums[key], measured(step), censored=is_censored(step)))
+        self._judge(assignment)
 
     def verified(self, frame: VerificationStep) -> None:
         """Count the rounds of requests that belong to an arm."""
@@ -159,10 +165,9 @@ class Ledger:
             found = self._running.get(request.request.removesuffix("-answer"))
             if found is None or request.drafted == 0:
                 continue
-            workload, arm = found
             strict = strict_expectation(request.rows.strict)
-            for name in (workload, model_of(workload)):
-                self._pending((name, arm)).merge(self._cell((name, arm)).add_round(request.accepted, strict))
+            if math.isfinite(strict):
+                self._add(found, self._cell(found).add_round(request.accepted, strict))
 
     def _cell(self, key: tuple[str, str]) -> Cell:
         cell = self.cells.get(key)
@@ -170,11 +175,12 @@ class Ledger:
             cell = self.cells[key] = Cell()
         return cell
 
-    def _pending(self, key: tuple[str, str]) -> Cell:
+    def _add(self, key: tuple[str, str], added: Mapping[str, float]) -> None:
+        """Remember for the store what a cell has grown by."""
         cell = self.pending.get(key)
         if cell is None:
             cell = self.pending[key] = Cell()
-        return cell
+        cell.merge(added)
 
     # -- the guard -----------------------------------------------------------------------------------------------------------------
 
@@ -182,15 +188,39 @@ class Ledger:
         """Judge the arms of a class again: the step's own arm, or all of them after a step of the control."""
         for arm in self.arms.rules if assignment.arm == STRICT else (assignment.arm,):
             key = (assignment.workload, arm)
-            evidence, own, control = self._evidence(assignment.workload, arm)
             switch = self.switches.setdefault(key, Switch())
-            if switch.step(own, control, self._clock(), min_sessions=self._min_sessions):
-                self.moved.add(key)
-                self._on_event(self._switched(key, switch, evidence, own, control))
+            own, control = self.cells.get(key, Cell()), self._control(assignment.workload)
+            verdict, evidence = self._verdict(assignment.workload, arm, switch, own, control)
+            if not self._guard or verdict.word != ("loss" if switch.on else "win"):
+                switch.judged(verdict)
+                continue
+            switch.move(verdict, own, control, self._clock())
+            self.moved.add(key)
+            self._on_event(self._switched(key, switch, evidence, own, control))
 
-    def _switched(
-        self, key: tuple[str, str], switch: Switch, evidence: str, own: Cell, control: Cell | dict[str, Mean]
-    ) -> RuleSwitched:
+    def _control(self, workload: str) -> Control:
+        return self._baseline if self._baseline is not None else self.cells.get((workload, STRICT), Cell())
+
+    def _verdict(self, workload: str, arm: str, switch: Switch, own: Cell, control: Control) -> tuple[Verdict, str]:
+        """By the class's sessions since the last move; a class that is small and still on is judged by its model's classes."""
+        recent, beside = switch.since(own, control)
+        sessions = _smaller(recent, beside)
+        if sessions >= self._min_sessions or not switch.on:
+            rounds, ttlt = difference(recent, beside, "rounds"), difference(recent, beside, "ttlt")
+            return judge(rounds, ttlt, sessions, self._min_sessions), "own"
+        model = model_of(workload)
+        peers = [name for name in self._workloads() if model_of(name) == model]
+        pairs = [(self.cells.get((name, arm), Cell()), self._control(name)) for name in peers]
+        together = [
+            combined(d for cell, other in pairs if (d := difference(cell, other, quantity)) is not None)
+            for quantity in ("rounds", "ttlt")
+        ]
+        return judge(together[0], together[1], sum(_smaller(*pair) for pair in pairs), self._min_sessions), "model"
+
+    def _workloads(self) -> list[str]:
+        return sorted({workload for workload, _ in self.cells})
+
+    def _switched(self, key: tuple[str, str], switch: Switch, evidence: str, own: Cell, control: Control) -> RuleSwitched:
         verdict = switch.verdict
         ratio = (verdict.ttlt if verdict.quantity == "ttlt" else verdict.rounds) or Ratio(0.0, 0.0, 0.0, 0)
         return RuleSwitched(
@@ -209,32 +239,23 @@ class Ledger:
             baseline=self._source,
         )
 
-    def _evidence(self, workload: str, arm: str) -> tuple[str, Cell, Cell | dict[str, Mean]]:
-        """The class whose sums judge this one (its model's while it is small), the arm's sums, and what they are held against."""
-        own = self.cells.get((workload, arm), Cell())
-        if self._baseline is not None:
-            return workload, own, self._baseline
-        control = self.cells.get((workload, STRICT), Cell())
-        if min(own.sessions, control.sessions) >= self._min_sessions:
-            return workload, own, control
-        model = model_of(workload)
-        return model, self.cells.get((model, arm), Cell()), self.cells.get((model, STRICT), Cell())
-
     def pressure(self, workload: str) -> float:
         """λ's term of the cutoff's growth pressure, in [0, 1]: how far the lower bound of λ is above the gain, in the worst arm.
 
         The same for every arm of a class, control included: a cutoff that differed between arms would bias λ itself.
         """
-        worst = 0.0
+        worst, control = 0.0, self._control(workload)
         for arm in self.arms.rules:
-            _, own, control = self._evidence(workload, arm)
-            inflation, gain = compare(own, control, "tokens"), self._gain(own, control)
+            own = self.cells.get((workload, arm))
+            if own is None or _smaller(own, control) < self._min_sessions:
+                continue
+            inflation, gain = difference(own, control, "tokens"), self._gain(own, control)
             if inflation is not None and gain is not None:
-                worst = max(worst, inflation.low / gain - 1)
+                worst = max(worst, inflation.interval().low / gain - 1)
         return min(1.0, worst)
 
     @staticmethod
-    def _gain(own: Cell, control: Cell | dict[str, Mean]) -> float | None:
+    def _gain(own: Cell, control: Control) -> float | None:
         """(ℓ + 1)/(ℓ_strict + 1): the control's own ℓ, or the counterfactual of the arm's drafts without one."""
         mine = own.accepted_length
         strict = control.accepted_length if isinstance(control, Cell) else None
@@ -246,39 +267,41 @@ class Ledger:
 
     def rows(self) -> Iterator[Row]:
         """Every arm of every class that has steps, control first."""
-        workloads = {workload for workload, _ in self.cells}
-        leaves = workloads - {model_of(workload) for workload in workloads}
-        for workload in sorted(workloads):
+        for workload in self._workloads():
             for arm in (STRICT, *self.arms.rules):
                 cell = self.cells.get((workload, arm))
                 if cell is not None:
-                    yield self._row(workload, arm, cell, pooled=workload not in leaves)
+                    yield self._row(workload, arm, cell)
 
-    def _row(self, workload: str, arm: str, cell: Cell, *, pooled: bool) -> Row:
-        evidence, own, control = self._evidence(workload, arm)
+    def _row(self, workload: str, arm: str, cell: Cell) -> Row:
+        control, is_control = self._control(workload), arm == STRICT
         switch = self.switches.get((workload, arm), Switch())
-        is_control = arm == STRICT
         means = {quantity: cell.mean(quantity) for quantity in QUANTITIES}
+        ratios = {quantity: None if is_control else difference(cell, control, quantity) for quantity in QUANTITIES}
         return Row(
             workload=workload,
-            pooled=pooled,
             arm=arm,
             on=switch.on,
             since=switch.at,
             verdict="control" if is_control else switch.verdict.word,
             reason="" if is_control else switch.reason,
             baseline=self._source,
-            evidence=evidence,
+            evidence="own" if _smaller(cell, control) >= self._min_sessions else "model",
             sessions=cell.sessions,
             steps=cell.steps,
             censored=round(cell.get("censored")),
             means={quantity: None if mean is None else mean.value for quantity, mean in means.items()},
-            ratios={quantity: None if is_control else compare(own, control, quantity) for quantity in QUANTITIES},
+            ratios={quantity: None if ratio is None else ratio.interval() for quantity, ratio in ratios.items()},
             accepted_length=cell.accepted_length,
             strict_accepted_length=cell.strict_accepted_length,
-            gain=None if is_control else self._gain(own, control),
+            gain=None if is_control else self._gain(cell, control),
             by_position=cell.by_position,
         )
+
+
+def _smaller(arm: Cell, control: Control) -> int:
+    """Sessions of the smaller arm; fixed means count as enough."""
+    return min(arm.sessions, control.sessions) if isinstance(control, Cell) else arm.sessions
 
 
 def ledger_of(
@@ -303,3 +326,9 @@ def ledger_of(
         on_event=on_event,
         clock=clock,
     )
+
+
+def setup_of(policy: Policy) -> str:
+    """A name for what lengths and rounds were measured with; sums of another setup say nothing about this one."""
+    parts = (policy.model, policy.draft, policy.engine.draft_tokens, policy.phase, policy.cutoff.model_dump_json())
+    return hashlib.blake2b(repr(parts).encode(), digest_size=6).hexdigest()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import uvicorn
 
-from agentguard.economics.ledger import Ledger, ledger_of
+from agentguard.economics.ledger import Ledger, ledger_of, setup_of
 from agentguard.engines.openai_http import OpenAIEngine
 from agentguard.engines.vllm_process import VllmProcess, vllm_process
 from agentguard.errors import ConfigError, EngineDiedError, EngineError
@@ -70,7 +70,7 @@ async def economics(policy: Policy, hub: Hub) -> AsyncIterator[Ledger]:
     if policy.economics.store is None:
         yield ledger
         return
-    async with open_store(policy.economics.store) as store, synced(ledger, store):
+    async with open_store(policy.economics.store) as store, synced(ledger, store, setup_of(policy)):
         yield ledger
 
 

@@ -29,8 +29,8 @@ class StoreError(AgentGuardError):
 class Store(Protocol):
     """All methods raise StoreError."""
 
-    async def add(self, sums: Sums) -> None:
-        """Add to the stored sums."""
+    async def add(self, sums: Sums, batch: str) -> None:
+        """Add to the stored sums, all or nothing, once: a batch of a name that was added before is known and left alone."""
         ...
 
     async def sums(self) -> dict[str, dict[str, float]]: ...

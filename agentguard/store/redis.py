@@ -1,4 +1,4 @@
-"""The store in Redis, for several gateways: a hash of sums a cell, grown by HINCRBYFLOAT, and a hash of switches."""
+"""The store in Redis, for several gateways: a hash of sums a cell, grown by a script, and a hash of switches."""
 
 from __future__ import annotations
 
@@ -14,6 +14,14 @@ from agentguard.store import StoreError, Sums
 
 T = TypeVar("T")
 PREFIX = "agentguard:"
+_ADD = """
+if not redis.call('SET', KEYS[1], 1, 'NX', 'EX', 86400) then return 0 end
+for i = 2, #ARGV, 3 do
+  redis.call('SADD', ARGV[1] .. 'cells', ARGV[i])
+  redis.call('HINCRBYFLOAT', ARGV[1] .. 'cell:' .. ARGV[i], ARGV[i + 1], ARGV[i + 2])
+end
+return 1
+"""
 
 
 class RedisStore:
@@ -34,14 +42,11 @@ class RedisStore:
             raise
         return store
 
-    async def add(self, sums: Sums) -> None:
-        """All or nothing (MULTI)."""
-        async with self._client.pipeline(transaction=True) as pipe:
-            for cell, values in sums.items():
-                pipe.sadd(f"{PREFIX}cells", cell)
-                for name, value in values.items():
-                    pipe.hincrbyfloat(f"{PREFIX}cell:{cell}", name, value)
-            await self._do(pipe.execute())
+    async def add(self, sums: Sums, batch: str) -> None:
+        """In one script, so that a reply that was lost on its way does not make a retry count twice."""
+        rows = [(cell, name, repr(float(value))) for cell, values in sums.items() for name, value in values.items()]
+        arguments = [part for row in rows for part in row]
+        await self._do(cast("Awaitable[Any]", self._client.eval(_ADD, 1, f"{PREFIX}batch:{batch}", PREFIX, *arguments)))
 
     async def sums(self) -> dict[str, dict[str, float]]:
         cells = sorted(await self._do(cast("Awaitable[set[str]]", self._client.smembers(f"{PREFIX}cells"))))

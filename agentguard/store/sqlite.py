@@ -15,6 +15,7 @@ _SCHEMA = """
 PRAGMA journal_mode = WAL;
 PRAGMA synchronous = NORMAL;  -- a power cut may cost the last second, never the file; a sync a commit took 0.1 s here
 CREATE TABLE IF NOT EXISTS sums (cell TEXT, name TEXT, value REAL NOT NULL, PRIMARY KEY (cell, name)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS batches (name TEXT PRIMARY KEY, at REAL NOT NULL DEFAULT (julianday())) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS states (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 """
 _ADD = "INSERT INTO sums VALUES (?, ?, ?) ON CONFLICT (cell, name) DO UPDATE SET value = value + excluded.value"
@@ -45,9 +46,15 @@ class SqliteStore:
         except sqlite3.Error as error:
             raise StoreError(f"store=sqlite:{path}: cannot be opened ({error}); give a file in a folder that exists") from None
 
-    async def add(self, sums: Sums) -> None:
+    async def add(self, sums: Sums, batch: str) -> None:
         rows = [(cell, name, value) for cell, values in sums.items() for name, value in values.items()]
-        await self._do(lambda c: c.executemany(_ADD, rows))
+
+        def once(connection: sqlite3.Connection) -> None:
+            connection.execute("DELETE FROM batches WHERE at < julianday() - 1")
+            if connection.execute("INSERT OR IGNORE INTO batches (name) VALUES (?)", (batch,)).rowcount:
+                connection.executemany(_ADD, rows)
+
+        await self._do(once)
 
     async def sums(self) -> dict[str, dict[str, float]]:
         found: dict[str, dict[str, float]] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import uuid
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
@@ -24,50 +25,61 @@ EVERY_S = 1.0
 _BETWEEN = "\t"
 
 
-async def exchange(ledger: Ledger, store: Store) -> None:
-    """Add the pending sums to the store and take over everybody's. A switch is taken over from whoever moved it last.
+async def exchange(ledger: Ledger, store: Store, setup: str = "") -> None:
+    """Send what is pending and take over everybody's sums; a switch is taken over from whoever has moved it more often.
 
-    Raises StoreError; nothing is lost then, and nothing is added twice.
+    ``setup`` names what the sums were measured with (models, K, cutoff): others' are left alone. Raises StoreError. Whether it
+    raises or is cancelled, nothing is lost or added twice: a batch goes out under one name until the store has said that it
+    holds it.
     """
-    out, ledger.pending = ledger.pending, {}
-    moved, ledger.moved = ledger.moved, set()
-    try:
-        await store.add({_BETWEEN.join(key): cell.sums for key, cell in out.items()})
-    except StoreError:
-        for key, cell in out.items():
-            ledger.pending.setdefault(key, Cell()).merge(cell.sums)
-        ledger.moved |= moved
-        raise
-    try:
-        await store.put({_BETWEEN.join(key): json.dumps(ledger.switches[key].as_json()) for key in moved})
-        sums, states = await store.sums(), await store.states()
-    except StoreError:
-        ledger.moved |= moved
-        raise
+    if ledger.outbox is None:
+        ledger.outbox = (uuid.uuid4().hex, ledger.pending)
+        ledger.pending = {}
+    batch, cells = ledger.outbox
+    await store.add({_BETWEEN.join((setup, *key)): cell.sums for key, cell in cells.items()}, batch)
+    ledger.outbox = None
+    moved = {key: ledger.switches[key].moves for key in ledger.moved}
+    await store.put({_BETWEEN.join((setup, *key)): json.dumps(ledger.switches[key].as_json()) for key in moved})
+    ledger.moved -= {key for key, moves in moved.items() if ledger.switches[key].moves == moves}
+    sums, states = await store.sums(), await store.states()
     for name, values in sums.items():
-        workload, _, arm = name.partition(_BETWEEN)
+        key = _key(name, setup)
+        if key is None:
+            continue
         whole = Cell(values)
-        if (later := ledger.pending.get((workload, arm))) is not None:
+        if (later := ledger.pending.get(key)) is not None:
             whole.merge(later.sums)
-        ledger.cells[workload, arm] = whole
+        ledger.cells[key] = whole
     for name, text in states.items():
-        workload, _, arm = name.partition(_BETWEEN)
-        theirs, mine = Switch.from_json(json.loads(text)), ledger.switches.get((workload, arm))
-        if mine is None or theirs.at > mine.at:
-            ledger.switches[workload, arm] = theirs
+        key = _key(name, setup)
+        if key is None:
+            continue
+        try:
+            theirs = Switch.from_json(json.loads(text))
+        except (ValueError, TypeError, KeyError) as error:
+            logger.warning("switch_unreadable", name=name, error=repr(error))
+            continue
+        mine = ledger.switches.get(key)
+        if mine is None or theirs.moves > mine.moves:
+            ledger.switches[key] = theirs
+
+
+def _key(name: str, setup: str) -> tuple[str, str] | None:
+    parts = name.split(_BETWEEN)
+    return (parts[1], parts[2]) if len(parts) == 3 and parts[0] == setup else None
 
 
 @asynccontextmanager
-async def synced(ledger: Ledger, store: Store, every_s: float = EVERY_S) -> AsyncIterator[None]:
+async def synced(ledger: Ledger, store: Store, setup: str = "", every_s: float = EVERY_S) -> AsyncIterator[None]:
     """Exchange once before the block (so that a restart goes on where it ended), every ``every_s`` seconds, and at its end."""
-    await exchange(ledger, store)
+    await exchange(ledger, store, setup)
 
     async def keep() -> None:
         failed = False
         while True:
             await asyncio.sleep(every_s)
             try:
-                await exchange(ledger, store)
+                await exchange(ledger, store, setup)
                 failed = False
             except StoreError as error:
                 if not failed:  # once, not every second
@@ -77,6 +89,7 @@ async def synced(ledger: Ledger, store: Store, every_s: float = EVERY_S) -> Asyn
     async with owned_task(keep(), "store"):
         yield
     try:
-        await exchange(ledger, store)
+        await exchange(ledger, store, setup)  # what a cancelled exchange had begun
+        await exchange(ledger, store, setup)  # what came since
     except StoreError as error:
         logger.error("store_lost", error=str(error), cells=len(ledger.pending))

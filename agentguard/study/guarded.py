@@ -47,8 +47,6 @@ def render_guard(result: GuardResult, title: str) -> Table:
     for heading in ("arm", "sessions", "ℓ", "gain", "λ", "rounds ratio", "new requests run", "verdict"):
         table.add_column(heading)
     for row in result.rows:
-        if row.pooled:
-            continue
         gain = "—" if row.gain is None else f"{row.gain:.2f}"
         length = "—" if row.accepted_length is None else f"{row.accepted_length:.2f}"
         table.add_row(
