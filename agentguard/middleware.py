@@ -223,8 +223,8 @@ class Guard:
             self.hub.publish(step)
             try:
                 self.ledger.finished(step, assigned, session.sums)
-            except Exception:  # counting must never break a client's stream
-                logger.exception("economics_failed", request=request_id)
+            except Exception as failure:  # counting must never break a client's stream
+                logger.error("economics_failed", request=request_id, error=repr(failure))
 
     async def _run(
         self, request: ChatRequest, upstream: dict[str, Any], cap: Cap, account: _Account, request_id: str, session: str

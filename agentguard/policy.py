@@ -53,7 +53,7 @@ class Economics(_Model):
     """Switch a losing arm to strict; off: measure only."""
     exploration: float = Field(0.02, ge=0, le=1)
     """Share of sessions that go on under an arm that was switched off."""
-    min_sessions: int = Field(30, ge=2)
+    min_sessions: int = Field(50, ge=2)
     """Sessions an arm before a verdict, and before a class is judged by its own sums."""
     baseline: str | dict[str, float] = "live"
     """What arms are compared with: "live" (the control group), the JSON file of a study, or fixed means a step, such as

@@ -8,6 +8,7 @@ capped at 10 medians; rounds are lengths. The truth is the ratio of the means re
 - `false_switch_off`: share of 1,000 experiments without effect in which the guard ever switches the rule off in 100,000
 requests, looking
   after every session;
+  `..._95_to_5`: the same with a control of 5 %, with ten steps a session and with one;
 - `median_requests_to_loss`: requests an arm until a loss of 20 % or 8 % is called (300 experiments each); - `agreement`: of 100
 experiments, in how many the shipped `Cell` and `judge` give the verdict and the ratio of the vectorised estimator.
 
@@ -31,10 +32,10 @@ STEPS, SIGMA, WITHIN, CAP = 10, 0.8, 0.3, 10.0
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
 
-def lengths(rng: np.random.Generator, runs: int, sessions: int, ratio: float) -> Array:
+def lengths(rng: np.random.Generator, runs: int, sessions: int, ratio: float, steps: int = STEPS) -> Array:
     """[runs, sessions, steps]"""
     session = rng.standard_normal((runs, sessions, 1), dtype=np.float32) * SIGMA * math.sqrt(WITHIN)
-    step = rng.standard_normal((runs, sessions, STEPS), dtype=np.float32) * SIGMA * math.sqrt(1 - WITHIN)
+    step = rng.standard_normal((runs, sessions, steps), dtype=np.float32) * SIGMA * math.sqrt(1 - WITHIN)
     return np.minimum(np.exp(session + step) * ratio, CAP).astype(np.float64)
 
 
@@ -49,17 +50,24 @@ def restricted_mean(ratio: float) -> float:
 
 
 def path(sums: Array) -> tuple[Array, Array]:
-    """Mean a step and its variance after each session; sums: [runs, sessions]."""
+    """Mean a session and its variance after each session; sums: [runs, sessions]."""
     n = np.arange(1, sums.shape[1] + 1)
     mean = sums.cumsum(1) / n
     with np.errstate(divide="ignore", invalid="ignore"):
         variance = ((sums**2).cumsum(1) / n - mean**2) / (n - 1)
-    return mean / STEPS, np.maximum(variance, 0) / STEPS**2
+    return mean, np.maximum(variance, 0)
 
 
 def log_ratio_path(arm: Array, control: Array) -> tuple[Array, Array]:
+    """`netwin.difference` after each session of the control, beside which the arm has a fixed number of sessions."""
+    times = arm.shape[1] // control.shape[1]
+    n = np.arange(1, control.shape[1] + 1)
     (a, va), (c, vc) = path(arm.sum(-1)), path(control.sum(-1))
-    return np.log(a / c), va / a**2 + vc / c**2
+    a, va = a[:, times - 1 :: times], va[:, times - 1 :: times]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        own = va * n * times / a**2, vc * n / c**2
+        pooled = (own[0] * times + own[1]) / (times + 1)
+        return np.log(a / c), np.maximum(own[0], pooled) / (n * times) + np.maximum(own[1], pooled) / n
 
 
 def half_width(variance: Array, alpha: float) -> Array:
@@ -71,7 +79,7 @@ def half_width(variance: Array, alpha: float) -> Array:
 
 
 def first_loss(arm: Array, control: Array) -> Array:
-    """Sessions an arm at the first loss verdict on rounds, [runs]; inf for never."""
+    """Sessions of the control at the first loss verdict on rounds, [runs]; inf for never."""
     value, variance = log_ratio_path(arm, control)
     lost = value - half_width(variance, 2 * netwin.ALPHA_ROUNDS) > 0
     lost[:, : netwin.MIN_SESSIONS - 1] = False
@@ -105,9 +113,11 @@ def agreement(rng: np.random.Generator, runs: int = 100) -> int:
     """In how many experiments the shipped estimator says what the vectorised one says."""
     same = 0
     for i in range(runs):
-        sessions, ratio = 40 + 5 * (i % 40), (1.0, 1.2, 1.5, 0.7)[i % 4]
+        sessions, ratio = 60 + 5 * (i % 40), (1.0, 1.2, 1.5, 0.7)[i % 4]
         arm, control = lengths(rng, 1, sessions, ratio), lengths(rng, 1, sessions, 1.0)
-        verdict = netwin.judge(shipped(arm[0]), shipped(control[0]))
+        cells = shipped(arm[0]), shipped(control[0])
+        rounds = netwin.difference(*cells, "rounds")
+        verdict = netwin.judge(rounds, netwin.difference(*cells, "ttlt"), sessions)
         value, variance = (float(m[0, -1]) for m in log_ratio_path(arm, control))
         width = float(half_width(np.array(variance), 2 * netwin.ALPHA_ROUNDS))
         word = "loss" if value - width > 0 else "win" if value + width < 0 else "undecided"
@@ -122,6 +132,12 @@ def simulate(seed: int, *, coverage_runs: int = 10_000, null_runs: int = 1_000, 
     wrong = 0
     for _ in range(null_runs // 50):  # 100,000 requests are 5,000 sessions an arm
         wrong += int(np.isfinite(first_loss(lengths(rng, 50, 5_000, 1.0), lengths(rng, 50, 5_000, 1.0))).sum())
+    # the default control of 5 %: 100,000 requests have 500 control sessions of ten steps, or 5,000 of one
+    unequal = dict.fromkeys((10, 1), 0)
+    for steps in unequal:
+        for _ in range(null_runs // 10):
+            control, arm = (lengths(rng, 10, 5_000 // steps * times, 1.0, steps) for times in (1, 19))
+            unequal[steps] += int(np.isfinite(first_loss(arm, control)).sum())
     medians = {}
     for ratio in (1.20, 1.08):
         found = first_loss(lengths(rng, loss_runs, 2_000, ratio), lengths(rng, loss_runs, 2_000, 1.0))
@@ -130,6 +146,8 @@ def simulate(seed: int, *, coverage_runs: int = 10_000, null_runs: int = 1_000, 
     return {
         "seed": seed,
         "coverage": covered, "naive_coverage": naive, "coverage_runs": coverage_runs, "false_switch_off": wrong / null_runs,
+        "false_switch_off_95_to_5": unequal[10] / null_runs,
+        "false_switch_off_95_to_5_one_step": unequal[1] / null_runs,
         "null_runs": null_runs, "median_requests_to_loss": medians, "loss_runs": loss_runs, "agreement": agreement(rng),
     }  # fmt: skip
 

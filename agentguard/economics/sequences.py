@@ -16,7 +16,7 @@ from agentguard.economics.ratios import Ratio
 ALPHA = 0.05
 FINEST = 0.08
 """Standard error of ln ratio at which the sequence is narrowest. With it a loss of 20 % is found after
-some 940 requests an arm, one of 8 % after some 6,700; with 0.028 after 1,400 and 5,800 (benchmarks/economics_simulation.py)."""
+some 1,100 requests an arm, one of 8 % after some 5,900; with 0.028 the first takes longer (benchmarks/economics_simulation.py)."""
 
 
 def half_width(variance: float, alpha: float = ALPHA) -> float:

@@ -46,7 +46,7 @@ class RedisStore:
         """In one script, so that a reply that was lost on its way does not make a retry count twice."""
         rows = [(cell, name, repr(float(value))) for cell, values in sums.items() for name, value in values.items()]
         arguments = [part for row in rows for part in row]
-        await self._do(cast("Awaitable[Any]", self._client.eval(_ADD, 1, f"{PREFIX}batch:{batch}", PREFIX, *arguments)))
+        await self._do(self._client.eval(_ADD, 1, f"{PREFIX}batch:{batch}", PREFIX, *arguments))
 
     async def sums(self) -> dict[str, dict[str, float]]:
         cells = sorted(await self._do(cast("Awaitable[set[str]]", self._client.smembers(f"{PREFIX}cells"))))
