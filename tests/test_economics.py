@@ -380,6 +380,25 @@ class TestLedger:
         traffic(book, 0.6, range(600, 3_000), seed=1)
         assert [e.on for e in events] == [False, True]
 
+    def test_a_small_class_that_has_moved_is_judged_by_itself(self) -> None:
+        """A long history of losses, own and in other classes, does not throw a rule out again that has won since."""
+        events: list[RuleSwitched] = []
+        book = ledger(events, exploration=1.0)
+        traffic(book, 3.0, range(2_000))
+        assert [e.on for e in events] == [False]
+        traffic(book, 0.5, range(2_000, 2_400), seed=1)
+        assert [e.on for e in events] == [False, True]
+        (row,) = [r for r in book.rows() if r.arm == RULE]
+        assert row.ratios["rounds"] is not None
+        assert row.ratios["rounds"].low > 1, "over all time it lost"
+
+    def test_a_step_whose_rounds_are_unknown_gets_the_arms_rounds_a_token(self) -> None:
+        book = ledger()
+        for step in (step_of(100), step_of(50, rounds=None, error="cancelled")):
+            book.finished(step, Assignment(RULE, RULE, LEAF, ""), {})
+        cell = book.cells[LEAF, RULE]
+        assert cell.get("rounds") / cell.get("tokens") == pytest.approx(100 / 500)
+
     def test_measuring_only_judges_and_switches_nothing(self) -> None:
         events: list[RuleSwitched] = []
         book = ledger(events, guard=False)

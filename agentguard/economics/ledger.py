@@ -29,8 +29,11 @@ RUNNING = 4096
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """What a request runs under. ``rule``: sent to the engine; ``arm``: what its session was assigned, "" for a request that is not
-    counted (it chose its own rule, or is a side call); ``reason`` says which."""
+    """What a request runs under.
+
+    ``rule``: sent to the engine; ``arm``: what its session was assigned, "" for a request that is not counted (it chose its own
+    rule, or is a side call); ``reason`` says which.
+    """
 
     rule: str
     arm: str
@@ -155,7 +158,11 @@ class Ledger:
         moves = self.switches[key].moves if key in self.switches else 0
         if key not in sums or sums[key].moves != moves:
             sums[key] = SessionSums(moves=moves)
-        self._add(key, self._cell(key).add_step(sums[key], measured(step), censored=is_censored(step)))
+        cell, values = self._cell(key), measured(step)
+        if step.rounds is None and cell.get("tokens"):
+            # the engine's counters come with the end of the stream, which a client that hung up never saw
+            values["rounds"] = step.tokens * cell.get("rounds") / cell.get("tokens")
+        self._add(key, cell.add_step(sums[key], values, censored=is_censored(step)))
         self._judge(assignment)
 
     def verified(self, frame: VerificationStep) -> None:
@@ -202,10 +209,10 @@ class Ledger:
         return self._baseline if self._baseline is not None else self.cells.get((workload, STRICT), Cell())
 
     def _verdict(self, workload: str, arm: str, switch: Switch, own: Cell, control: Control) -> tuple[Verdict, str]:
-        """By the class's sessions since the last move; a class that is small and still on is judged by its model's classes."""
+        """By the class's sessions since its last move; a small class that has never moved is judged by its model's classes."""
         recent, beside = switch.since(own, control)
         sessions = _smaller(recent, beside)
-        if sessions >= self._min_sessions or not switch.on:
+        if sessions >= self._min_sessions or switch.moves:
             rounds, ttlt = difference(recent, beside, "rounds"), difference(recent, beside, "ttlt")
             return judge(rounds, ttlt, sessions, self._min_sessions), "own"
         model = model_of(workload)
