@@ -84,17 +84,20 @@ async def run(plan: StudyPlan, client: Engine, model: str, hub: Hub, on_step: Ca
         async with gate:
             await _session(plan, client, model, hub, f"study/{number}", number, None, on_step)
 
+    failure: BaseException | None = None
     try:
         async with asyncio.TaskGroup() as group:
             if plan.guarded:
                 for number in range(plan.sessions * len(plan.arms)):
                     group.create_task(guarded(number), name=f"study {number}")
-                return
-            for number in range(plan.sessions):
-                for arm in plan.arms:
-                    group.create_task(session(number, arm), name=f"study {arm} {number}")
+            else:
+                for number in range(plan.sessions):
+                    for arm in plan.arms:
+                        group.create_task(session(number, arm), name=f"study {arm} {number}")
     except* AgentGuardError as errors:
-        raise errors.exceptions[0] from None
+        failure = errors.exceptions[0]
+    if failure is not None:  # raised out here: what an except* block raises comes out as a group of its own on Python 3.11.2
+        raise failure
 
 
 async def _session(
