@@ -140,7 +140,7 @@ class Rule(ABC):
 
     ``name`` and the knobs' names and ranges are those of `agentguard.rulespec.KNOBS`. All probabilities are those of the
     processed rows, after temperature, top-k and top-p. At temperature 0 the engine's greedy kernel decides and no rule applies.
-    A rule may assume p(x) > 0: a forbidden token is taken out before (`engine_plugins.rules.support`).
+    A rule may assume p(x) > 0: a row whose x is forbidden stays strict (`filtered`).
     """
 
     name: ClassVar[str]
