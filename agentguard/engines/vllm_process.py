@@ -37,6 +37,7 @@ LOG_TAIL_LINES = 12
 _LOG_PREFIX = re.compile(r"^\([^)]*\)\s*((ERROR|INFO|WARNING) \S+ \S+ \[[^]]*\]\s*)?")
 _ERROR_LINE = re.compile(r"^\w*(\.\w+)*(Error|Exception)\b")
 _EXIT_NOISE = re.compile(r"^(nanobind: | - (leaked|\.\.\.)|See https://nanobind)")
+OUR_PLUGINS = ("agentguard", "agentguard_http")
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PDEATHSIG = 1
 
@@ -115,6 +116,8 @@ def environment(policy: Policy, api_key: str) -> dict[str, str]:
     # far above every client's own limit, so that no idle connection is closed under a request
     env.setdefault("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "75")
     env |= {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_API_KEY": api_key}
+    # an allow-list of all plugins: what is installed beside ours is named too, as without the variable vLLM would load it
+    env.setdefault("VLLM_PLUGINS", ",".join(sorted({*_installed_plugins(), *OUR_PLUGINS})))
     if is_cpu_build():
         env["VLLM_CPU_KVCACHE_SPACE"] = f"{policy.engine.kv_cache_gb:g}"
         # V2 needs a Triton back end the CPU wheel lacks; saying so avoids its probe
@@ -123,6 +126,12 @@ def environment(policy: Policy, api_key: str) -> dict[str, str]:
     if all(Path(model).exists() for model in (policy.model, policy.draft) if model is not None):
         env["HF_HUB_OFFLINE"] = "1"
     return env
+
+
+def _installed_plugins() -> set[str]:
+    """Names of the plugins vLLM loads by itself; endpoint plugins of others stay off, as they are without being asked for."""
+    groups = ("vllm.general_plugins", "vllm.platform_plugins", "vllm.io_processor_plugins", "vllm.stat_logger_plugins")
+    return {point.name for group in groups for point in importlib.metadata.entry_points(group=group)}
 
 
 def preload_openmp(env: dict[str, str]) -> None:

@@ -14,15 +14,17 @@ from agentguard.errors import ConfigError, nearest
 from agentguard.rulespec import RuleSpec
 
 Phase = Literal["think", "answer", "both"]
-KEYS = ("ag_rule", "ag_phase")
+KEYS = ("ag_rule", "ag_phase", "ag_think_tokens")
 
 
 @dataclass(frozen=True, slots=True)
 class RequestParams:
-    """What one request asked for: its rule, and the phase in which the rule may relax."""
+    """What one request asked for: its rule, the phase in which the rule may relax, and the most think tokens it may generate in
+    all its blocks together (None: no limit of ours)."""
 
     rule: RuleSpec
     phase: Phase
+    think_tokens: int | None = None
 
     @classmethod
     def read(cls, extra_args: Mapping[str, Any] | None, default: RuleSpec) -> RequestParams:
@@ -36,4 +38,7 @@ class RequestParams:
             raise ConfigError("ag_rule", text, "write the rule as a string, for example 'cactus:delta=0.25'")
         if phase not in get_args(Phase):
             raise ConfigError("ag_phase", phase, "one of " + ", ".join(get_args(Phase)))
-        return cls((default if text is None else RuleSpec.parse(text)).for_request(), phase)
+        think = args.get("ag_think_tokens")
+        if think is not None and (not isinstance(think, int) or isinstance(think, bool) or think < 0):
+            raise ConfigError("ag_think_tokens", think, "a whole number of tokens, 0 or more")
+        return cls((default if text is None else RuleSpec.parse(text)).for_request(), phase, think)

@@ -1,4 +1,4 @@
-"""Is a request inside its think block? Counted from token ids, for the rows a relaxed rule may touch."""
+"""Is a request inside its think block, and how far? Counted from token ids, for relaxed rules and for the think budget."""
 
 from __future__ import annotations
 
@@ -17,57 +17,107 @@ class ThinkMarkers:
 class PhaseTracker:
     """Follows one request: reads each committed token once, O(1) amortised.
 
-    `inside` is true after a start marker and until an end marker; a prompt that already opened the block counts.
+    `inside` is true after a start marker and until an end marker; a prompt that already opened the block counts. `block` are the
+    tokens since the start marker, those in the prompt included, `given` how many of them the prompt brought, and `before` the
+    generated think tokens of earlier blocks. A marker of several tokens counts as thinking until it is whole.
     """
 
-    __slots__ = ("_markers", "_seen", "_tail", "inside")
+    __slots__ = ("_seen", "_single", "_tail", "before", "block", "given", "inside", "markers")
 
     def __init__(self, markers: ThinkMarkers, prompt: Sequence[int]) -> None:
-        self._markers = markers
+        self.markers = markers
+        self._single = len(markers.start) == len(markers.end) == 1
         self._seen = 0
-        self.inside = self._opened(prompt)
+        self.before = 0
+        self.given = self._opened(prompt)
+        self.inside = self.given >= 0
+        self.given = self.block = max(0, self.given)
         self._tail = list(prompt[-8 * max(len(markers.start), len(markers.end)) :])
+
+    @property
+    def think(self) -> int:
+        """Generated think tokens of all blocks so far, markers not counted."""
+        return self.before + self.block - self.given
 
     def update(self, output: Sequence[int]) -> bool:
         """Read what was committed since the last call; returns `inside`."""
-        self._read(output[self._seen :])
-        self._seen = len(output)
+        new = self.unread(output)
+        if self._single and self.inside and self.markers.end[0] not in new:
+            self.block += len(new)
+        else:
+            for token in new:
+                self.read(token)
         return self.inside
+
+    def unread(self, output: Sequence[int]) -> Sequence[int]:
+        """What was committed since the last call; the caller reads it."""
+        new = output[self._seen :]
+        self._seen = len(output)
+        return new
+
+    def read(self, token: int) -> None:
+        """Take one token."""
+        start, end = self.markers.start, self.markers.end
+        if self._single:
+            if self.inside:
+                if token == end[0]:
+                    self._leave(0)
+                else:
+                    self.block += 1
+            elif token == start[0]:
+                self._enter()
+            return
+        tail = self._tail
+        tail.append(token)
+        self.block += self.inside
+        if self.inside and tuple(tail[-len(end) :]) == end:
+            self._leave(len(end))
+        elif not self.inside and tuple(tail[-len(start) :]) == start:
+            self._enter()
+        if len(tail) > 8 * max(len(start), len(end)):
+            del tail[: -max(len(start), len(end))]
+
+    def fork(self) -> PhaseTracker:
+        """A copy to run ahead with."""
+        other = object.__new__(PhaseTracker)
+        for name in self.__slots__:
+            setattr(other, name, getattr(self, name))
+        if not self._single:
+            other._tail = list(self._tail)
+        return other
 
     def ahead(self, drafts: Sequence[int]) -> list[bool]:
         """For each drafted token: would the request be inside the block when this token is verified?"""
-        if len(self._markers.start) == len(self._markers.end) == 1:
-            (start,), (end,) = self._markers.start, self._markers.end
+        if self._single:
+            (start,), (end,) = self.markers.start, self.markers.end
             inside, out = self.inside, []
             for token in drafts:
                 out.append(inside)
                 inside = True if token == start else False if token == end else inside
             return out
-        inside, tail, out = self.inside, list(self._tail), []
+        copy, out = self.fork(), []
         for token in drafts:
-            out.append(self.inside)
-            self._read((token,))
-        self.inside, self._tail = inside, tail
+            out.append(copy.inside)
+            copy.read(token)
         return out
 
-    def _opened(self, prompt: Sequence[int]) -> bool:
-        """Searched from the end: the marker that decides stands close to it, and a prompt can have 100,000 tokens."""
-        start, end = self._markers.start, self._markers.end
+    def _enter(self) -> None:
+        self.inside = True
+        self.block = self.given = 0
+
+    def _leave(self, marker: int) -> None:
+        """``marker``: tokens of the end marker that were counted as thinking before it was whole."""
+        self.before += self.block - self.given - marker
+        self.inside = False
+        self.block = self.given = 0
+
+    def _opened(self, prompt: Sequence[int]) -> int:
+        """Tokens since the start marker of a block the prompt opened, -1 for none. Searched from the end: the marker that decides
+        stands close to it, and a prompt can have 100,000 tokens."""
+        start, end = self.markers.start, self.markers.end
         for stop in range(len(prompt), 0, -1):
             if prompt[stop - 1] == end[-1] and tuple(prompt[max(0, stop - len(end)) : stop]) == end:
-                return False
+                return -1
             if prompt[stop - 1] == start[-1] and tuple(prompt[max(0, stop - len(start)) : stop]) == start:
-                return True
-        return False
-
-    def _read(self, tokens: Sequence[int]) -> None:
-        start, end, tail = self._markers.start, self._markers.end, self._tail
-        keep = max(len(start), len(end))
-        for token in tokens:
-            tail.append(token)
-            if tuple(tail[-len(end) :]) == end:
-                self.inside = False
-            elif tuple(tail[-len(start) :]) == start:
-                self.inside = True
-            if len(tail) > 8 * keep:
-                del tail[:-keep]
+                return len(prompt) - stop
+        return -1

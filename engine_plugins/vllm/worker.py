@@ -11,11 +11,12 @@ from typing import Any
 
 from vllm.platforms import current_platform
 from vllm.v1.sample import rejection_sampler
+from vllm.v1.worker import gpu_input_batch
 
 import engine_plugins.vllm as plugin
 from agentguard.errors import ConfigError, PluginError, nearest
 from agentguard.rulespec import RuleSpec
-from engine_plugins.vllm import compat, cpu_fixes, seam_v1
+from engine_plugins.vllm import budget, compat, cpu_fixes, seam_v1
 from engine_plugins.vllm.phase import ThinkMarkers
 from engine_plugins.vllm.tap import Tap
 
@@ -33,11 +34,16 @@ class Worker(Base):  # type: ignore[misc]  # vLLM is untyped to us
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
-        install(self)
+        self.ag_budgets = install(self)
+
+    def ag_set_budget(self, request: str, tokens: int) -> dict[str, Any]:
+        """Collective RPC, ordered with the steps: see `budget.BudgetHolder.set_total`."""
+        return self.ag_budgets.set_total(request, tokens) if self.ag_budgets is not None else {"found": False}
 
 
-def install(worker: Any) -> None:
-    """Install everything the plugin does in this worker. Raises PluginError or ConfigError before any request can run."""
+def install(worker: Any) -> budget.BudgetHolder | None:
+    """Install everything the plugin does in this worker; returns the holder of think budgets, None where the think markers are
+    unknown. Raises PluginError or ConfigError before any request can run."""
     if not plugin.registered:
         raise PluginError(
             "the agentguard plugin was not registered in this process: VLLM_PLUGINS is set without 'agentguard' in it; add it"
@@ -65,10 +71,15 @@ def install(worker: Any) -> None:
         cpu_fixes.install(rejection_sampler)
         cpu_fixes.rewind_discarded_draws(worker.model_runner)
         logger.info("agentguard: expand_batch_to_tokens replaced (vllm#55005)")
+    markers = _markers(config)
+    budgets = None
+    if markers is not None:
+        closing = budget.Closing.of(config.reasoning_config.reasoning_end_token_ids, markers.end)
+        budgets = budget.install(worker.model_runner, gpu_input_batch, markers=markers, closing=closing)
     speculative = config.speculative_config
     if speculative is None:
         logger.info("agentguard: no draft model, so rules and verification telemetry have nothing to act on")
-        return
+        return budgets
     reason = compat.rules_block_reason()
     if reason:
         raise PluginError(reason)
@@ -83,8 +94,9 @@ def install(worker: Any) -> None:
     tap = None
     if settings.get("telemetry") and worker.is_driver_worker:
         tap = Tap(settings["telemetry"], settings.get("engine", "engine-0"))
-    seam_v1.install(worker.model_runner, rejection_sampler, default=default, markers=_markers(config), tap=tap)
+    seam_v1.install(worker.model_runner, rejection_sampler, default=default, markers=markers, tap=tap)
     logger.info("agentguard: verification seam installed, default rule %s, telemetry %s", default, "on" if tap else "off")
+    return budgets
 
 
 def _markers(config: Any) -> ThinkMarkers | None:
@@ -93,6 +105,8 @@ def _markers(config: Any) -> ThinkMarkers | None:
     start = getattr(reasoning, "reasoning_start_token_ids", None)
     end = getattr(reasoning, "natural_reasoning_end_token_ids", None)
     if not start or not end:
-        logger.warning("agentguard: no --reasoning-parser, so ag_phase=think relaxes nothing; pass one, or ag_phase=both")
+        logger.warning(
+            "agentguard: no --reasoning-parser, so ag_phase=think relaxes nothing and no trace can be closed here; pass one"
+        )
         return None
     return ThinkMarkers(tuple(start), tuple(end))
