@@ -2,6 +2,8 @@
 
     AgentGuardError
     ├── ConfigError        a recipe, knob, flag or header is wrong: names the field, the value and the remedy
+    │   └── ContextLengthError  the prompt leaves no room for an answer in the context window
+    ├── SessionLimitError  a session has used up what its recipe allows; an operator may raise the limit
     ├── EngineError        the engine did something we cannot work around
     │   ├── EngineStartError    it never became ready
     │   ├── EngineDiedError     it was ready and is gone
@@ -32,6 +34,29 @@ class ConfigError(AgentGuardError, ValueError):
         self.field = field
         self.value = value
         self.remedy = remedy
+
+
+class ContextLengthError(ConfigError):
+    """``prompt`` and ``window`` in tokens; ``room`` is what is left for an answer."""
+
+    code = "context_length_exceeded"
+
+    def __init__(self, prompt: int, window: int, room: int) -> None:
+        super().__init__(
+            "messages",
+            f"{prompt} tokens",
+            f"the prompt fills the context window of {window} tokens ({room} are left, too few for an answer); compact it",
+        )
+
+
+class SessionLimitError(AgentGuardError):
+    code = "session_limit"
+
+    def __init__(self, session: str, meter: str, value: int, limit: int) -> None:
+        super().__init__(
+            f"session {session!r} is stopped: {meter} is {value} of {limit}; start a new session, or raise the limit with "
+            f"POST /agentguard/sessions/limit"
+        )
 
 
 class EngineError(AgentGuardError):

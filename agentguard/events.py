@@ -8,7 +8,7 @@ of them. Times are UNIX seconds; every count is in tokens unless its name says o
 from __future__ import annotations
 
 from enum import IntFlag, StrEnum
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import msgspec
 
@@ -36,6 +36,20 @@ class Fate(StrEnum):
     MASKED = "masked"  # rejected because the target forbids it, or because no token was drafted (-1)
     FORCED = "forced"  # the row was forced: accepted if it is the forced token, else rejected
     UNREAD = "unread"  # behind the first rejected token, so nothing was decided
+
+
+class Note(StrEnum):
+    """What the guard noticed about a step, besides its counts."""
+
+    NO_CLOSE_TAG = "no_close_tag"  # the model ended its turn inside the trace; no overrun
+    BUDGET_IGNORED = "backend_ignored_budget"  # the server did not close the trace at the budget it was sent
+    BUDGET_MOVED = "budget_alias"  # the think budget came in a place where no server reads it
+    IDENTICAL_RETRY = "identical_retry"  # the same request as one that was cut; its trace gets less room
+    PLANNED_NOT_CALLED = "planned_not_called"  # the trace speaks of a tool, the step ends without a call
+    ANSWER_GREW = "answer_grew"  # after the close the model went on reasoning in its answer
+    THINKS_AGAIN = "thinks_again"  # after the close the model opened another block
+    EMPTY_ANSWER = "empty_answer"  # neither text nor a tool call; the client got a line that says so
+    COUNT_DIFFERS = "count_differs"  # the engine's own count of think tokens is another one
 
 
 class DraftRows(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,7 +135,8 @@ class StepFinished(msgspec.Struct, frozen=True, kw_only=True, tag="step_finished
     ``tokens`` = ``think_tokens`` + ``answer_tokens`` + ``marker_tokens``, all of them generated; ``marker_tokens`` are the think
     markers and the end-of-turn token. ``rounds``, ``drafted`` and ``accepted`` are the engine's own counters (None from an engine
     that does not report them). ``closed`` is the reason of a forced close, "" for a natural end. ``ttlt_s`` is the time to the
-    last token. ``error`` is "" unless the step failed.
+    last token. ``error`` is "" unless the step failed. ``notes`` are findings (see `Note`). ``reported_think`` is the engine's own
+    count of think tokens where it gave one.
     """
 
     t: float
@@ -147,6 +162,52 @@ class StepFinished(msgspec.Struct, frozen=True, kw_only=True, tag="step_finished
     error: str = ""
     arm: str = ""
     workload: str = ""
+    notes: list[Note] = msgspec.field(default_factory=list)
+    reported_think: int | None = None
+
+
+class TraceClosed(msgspec.Struct, frozen=True, kw_only=True, tag="trace_closed"):
+    """A trace was closed by force. ``reason`` is a `trace.cutoff.CloseReason`, ``think_tokens`` where it stood, ``cap`` the cutoff
+    then, ``how`` who did it: the engine, at its limit or on our word, or a cut of the stream, continued at token level, through the
+    chat template, from a note to the model, or not at all. ``detail`` never holds the trace's text."""
+
+    t: float
+    session: str
+    step: int
+    request: str
+    reason: str
+    think_tokens: int
+    cap: int
+    how: Literal["engine", "tokens", "chat", "note", "none"]
+    detail: str = ""
+
+
+class CompactionAdvised(msgspec.Struct, frozen=True, kw_only=True, tag="compaction_advised"):
+    """The session's context is about to reach the cutoff of its window: ``context_tokens`` now, ``next_tokens`` expected of the
+    next prompt."""
+
+    t: float
+    session: str
+    step: int
+    request: str
+    context_tokens: int
+    next_tokens: int
+    window: int
+
+
+Meter: TypeAlias = Literal["steps", "tokens", "no_progress"]
+
+
+class SessionAlarm(msgspec.Struct, frozen=True, kw_only=True, tag="session_alarm"):
+    """A session's meter reached its soft limit, or its limit (``stopped``: further steps are refused)."""
+
+    t: float
+    session: str
+    step: int
+    meter: Meter
+    value: int
+    limit: int
+    stopped: bool
 
 
 class RuleSwitched(msgspec.Struct, frozen=True, kw_only=True, tag="rule_switched"):
@@ -172,7 +233,8 @@ class RuleSwitched(msgspec.Struct, frozen=True, kw_only=True, tag="rule_switched
 
 
 class StudyStarted(msgspec.Struct, frozen=True, kw_only=True, tag="study_started"):
-    """The first event of a study's recording: what is run, and the arms in the order of the table."""
+    """The first event of a study's recording: what is run, and the arms in the order of the table. ``budget``: tokens a run may use
+    in a study of closing, 0 in others."""
 
     t: float
     suite: str
@@ -180,6 +242,7 @@ class StudyStarted(msgspec.Struct, frozen=True, kw_only=True, tag="study_started
     sessions: int
     temperature: float
     arms: list[str]
+    budget: int = 0
 
 
 class Graded(msgspec.Struct, frozen=True, kw_only=True, tag="graded"):
@@ -192,7 +255,19 @@ class Graded(msgspec.Struct, frozen=True, kw_only=True, tag="graded"):
     right: bool
 
 
-Event: TypeAlias = VerificationStep | EngineReady | EngineDied | StepStarted | StepFinished | RuleSwitched | StudyStarted | Graded
+Event: TypeAlias = (
+    VerificationStep
+    | EngineReady
+    | EngineDied
+    | StepStarted
+    | StepFinished
+    | TraceClosed
+    | CompactionAdvised
+    | SessionAlarm
+    | RuleSwitched
+    | StudyStarted
+    | Graded
+)
 
 encode_json = msgspec.json.Encoder().encode
 encode_msgpack = msgspec.msgpack.Encoder().encode

@@ -24,12 +24,24 @@ class _Model(BaseModel):
 class Cutoff(_Model):
     """When a trace is closed (architecture.md, "The adaptive cutoff")."""
 
+    mode: Literal["adaptive", "fixed", "off"] = "adaptive"
+    """adaptive: f between f_min and f_max; fixed: f_max alone; off: only a budget the client asks for, and no continuation."""
     f_min: float = Field(0.80, gt=0, le=1)
     """Cutoff fraction of the budget under full growth pressure."""
     f_max: float = Field(0.85, gt=0, le=1)
     """Cutoff fraction without growth pressure."""
     answer_floor: int = Field(64, ge=1)
     """Tokens always kept for the answer."""
+    half_below: int = Field(512, ge=0)
+    """A smaller budget keeps half of itself for the answer."""
+    think_tokens: int | None = Field(None, ge=0)
+    """Think budget of a request that names none; None leaves it to the fractions. Think budgets count all blocks of a step."""
+    deadline_s: float | None = Field(None, gt=0)
+    """Seconds after which a trace is closed, None for no limit."""
+    loops: bool = True
+    """Close a trace that repeats itself."""
+    ready: float | None = Field(None, gt=0, le=1)
+    """Close a trace when the target gives its end marker at least this probability, on average over a few lines; None: off."""
     margin: int = Field(8, ge=0)
     """Tokens of the context window never used (chat template, rounding of drafts)."""
 
@@ -92,6 +104,21 @@ class Economics(_Model):
         return self
 
 
+class SessionLimits(_Model):
+    """What a whole session may use before the guard warns and stops it. Generated tokens count, re-sent context does not."""
+
+    steps: int | None = Field(None, ge=1)
+    """Model calls of a session; None for no limit."""
+    tokens: int | None = Field(None, ge=1)
+    """Generated tokens of a session; None for no limit."""
+    no_progress: int | None = Field(8, ge=2)
+    """Steps in a row that were cut for a loop, ended without an answer or repeated a request before the alarm; None: never."""
+    stop_without_progress: bool = False
+    """Refuse further steps after that alarm."""
+    soft: float = Field(0.8, gt=0, le=1)
+    """Share of a limit at which the guard warns."""
+
+
 class EngineOptions(_Model):
     """How vLLM is started."""
 
@@ -101,8 +128,8 @@ class EngineOptions(_Model):
     max_num_seqs: int = Field(64, ge=1)
     draft_tokens: int = Field(6, ge=1, le=32)
     """K, the drafted tokens of a round."""
-    reasoning_parser: str = "deepseek_r1"
-    """vLLM's parser for the model's think markers."""
+    reasoning_parser: str | None = None
+    """vLLM's parser for the model's think markers; None: the family's."""
     kv_cache_gb: float = Field(1.0, gt=0)
     """Memory of the KV cache in GiB, on CPU."""
     start_timeout_s: float = Field(300.0, gt=0)
@@ -121,7 +148,10 @@ class Policy(_Model):
     """Verification rule of requests that ask for none."""
     phase: Literal["think", "answer", "both"] = "think"
     """Where the rule may relax."""
+    markers: str | tuple[str, str] | None = None
+    """The model's family (agentguard.trace.markers), or its start and end marker; None: derived from the model's files or name."""
     cutoff: Cutoff = Cutoff()
+    limits: SessionLimits = SessionLimits()
     economics: Economics = Economics()
     engine: EngineOptions = EngineOptions()
     max_sessions: int = Field(10_000, ge=1)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import itertools
+from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from agentguard.economics.cells import SessionSums
-from agentguard.events import StepFinished
+from agentguard.events import Meter, Note, StepFinished
+from agentguard.policy import SessionLimits
+from agentguard.trace.cutoff import CloseReason, percentile
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +22,16 @@ class Identity:
 
     def __str__(self) -> str:
         return f"{self.caller}/{self.session}" if self.caller else self.session
+
+
+@dataclass(frozen=True, slots=True)
+class Alarm:
+    """A meter at its soft limit, or at its limit (``stop``: no further step)."""
+
+    meter: Meter
+    value: int
+    limit: int
+    stop: bool
 
 
 @dataclass(slots=True)
@@ -36,22 +49,65 @@ class Session:
     used_tools: bool = False
     sums: dict[tuple[str, str], SessionSums] = field(default_factory=dict)
     """This session's own sums by class and arm, for the economics."""
+    prompts: deque[int] = field(default_factory=lambda: deque(maxlen=64))
+    """Prompt lengths of the latest steps."""
+    cut: OrderedDict[str, int] = field(default_factory=OrderedDict)
+    """Fingerprints of requests that were cut or got no answer, with how often; the latest 16."""
+    idle: int = 0
+    """Steps in a row that brought nothing."""
+    raised: dict[str, int] = field(default_factory=dict)
+    """Limits an operator has raised: meter and new limit."""
+    warned: set[tuple[str, bool]] = field(default_factory=set)
 
     def next_step(self) -> int:
         self.steps_started += 1
         return self.steps_started
 
-    def add(self, step: StepFinished) -> None:
+    def add(self, step: StepFinished, fingerprint: str = "") -> None:
         self.finished.append(step)
         del self.finished[: -self.kept]
         self.tokens += step.tokens
         self.think_tokens += step.think_tokens
         self.closes += bool(step.closed)
+        self.prompts.append(step.prompt_tokens)
+        if step.error:
+            return
+        fruitless = step.closed == CloseReason.LOOP or Note.EMPTY_ANSWER in step.notes or Note.IDENTICAL_RETRY in step.notes
+        self.idle = self.idle + 1 if fruitless else 0
+        if fingerprint and (step.closed or step.empty_answer or step.finish_reason == "length"):
+            self.cut[fingerprint] = self.cut.pop(fingerprint, 0) + 1
+            while len(self.cut) > 16:
+                self.cut.popitem(last=False)
+
+    def alarms(self, limits: SessionLimits) -> list[Alarm]:
+        """Every meter at or above its soft limit."""
+        found: list[Alarm] = []
+        meters: list[tuple[Meter, int, int | None]] = [
+            ("steps", self.steps_started, limits.steps),
+            ("tokens", self.tokens, limits.tokens),
+        ]
+        for meter, value, limit in meters:
+            limit = self.raised.get(meter, limit) if limit is not None else None
+            if limit is not None and value >= limits.soft * limit:
+                found.append(Alarm(meter, value, limit, value >= limit))
+        if limits.no_progress is not None and self.idle >= limits.no_progress:
+            found.append(Alarm("no_progress", self.idle, limits.no_progress, limits.stop_without_progress))
+        return found
+
+    def expected_prompt(self, prompt: int) -> int:
+        """The next step's prompt: this one and the largest growth a step of this session has had."""
+        lengths = [*self.prompts, prompt]
+        return prompt + max((b - a for a, b in itertools.pairwise(lengths)), default=0)
 
     @property
     def answers(self) -> list[int]:
         """Answer lengths of the steps that have one."""
         return [s.answer_tokens for s in self.finished if not s.error and not s.empty_answer]
+
+    @property
+    def usual_answer(self) -> int:
+        """p90 of the answers behind traces that were not closed by force; 0 for none."""
+        return percentile([s.answer_tokens for s in self.finished if not s.error and not s.empty_answer and not s.closed], 0.9)
 
     @property
     def traces(self) -> list[int]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator
+import re
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +18,27 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 START, END, STOP, A, B = 1, 2, 3, 10, 11
-NAMES = {START: "<think>", END: "</think>"}
+NAMES = {START: "<think>", END: "</think>", A: "a", B: "b"}
+
+
+def ids_of(text: str) -> list[int]:
+    """One token a marker, one a character for the rest."""
+    back = {v: k for k, v in NAMES.items()}
+    return [back.get(piece, 100 + ord(piece[0]) % 900) for piece in re.findall(r"<think>|</think>|(?s:.)", text)]
+
+
+def thinking(n: int, *, a: Any = None, size: int = 1, ids: bool = True) -> list[dict[str, Any]]:
+    """``n`` think tokens, ``size`` a delta, each a letter that no other position near it has."""
+    letters = "abcdefghijklmnopqrstuvwxyz "
+    text = a or "".join(letters[(i * 7 + i // 27 * 5 + i // 11 + i // 143) % 27] for i in range(n))
+    return [chunk(ids_of(text[i : i + size]) if ids else [], reasoning=text[i : i + size]) for i in range(0, len(text), size)]
+
+
+def text_chunk(ids: list[int], text: str, finish: str | None = None) -> dict[str, Any]:
+    """A chunk of the completions route."""
+    one = chunk(ids, finish=finish)
+    one["choices"][0] |= {"text": text}
+    return one
 
 
 def chunk(ids: list[int], *, reasoning: str = "", content: str = "", finish: str | None = None, **delta: Any) -> dict[str, Any]:
@@ -35,16 +56,33 @@ USAGE = {
 }  # fmt: skip
 
 
+Items = Sequence[dict[str, Any] | str | float]
+"""What a stream sends: chunks, raw bytes as a str, pauses in seconds as a float."""
+
+
 @dataclass
 class Script:
-    """What the upstream answers. A str in `chat` is sent as raw bytes; `hang_up` breaks the connection after the chunks."""
+    """What the upstream answers; `hang_up` breaks the connection after the chunks.
 
-    chat: list[dict[str, Any] | str] = field(default_factory=list)
-    complete: list[dict[str, Any]] = field(default_factory=list)
+    chat, complete: the items, or a function of the request's body. again: the chat calls after the first. plugin: our routes are
+    there; a budget that is set ends the trace of a function's stream, which sees it in `budget`. refuses: fields that are answered
+    with 400. tokenizes: /tokenize is there. carrier: the message field through which the template shows a partial trace.
+    """
+
+    chat: Items | Callable[[dict[str, Any]], Iterable[Any]] = field(default_factory=list)
+    complete: Items | Callable[[dict[str, Any]], Iterable[Any]] = field(default_factory=list)
+    again: Items | Callable[[dict[str, Any]], Iterable[Any]] | None = None
+    plugin: bool = False
+    refuses: tuple[str, ...] = ()
+    tokenizes: bool = True
+    carrier: str = ""
+    window: int | None = 1000
+    budget: int | None = None
     status: int = 200
     hang_up: bool = False
     hold: asyncio.Event | None = None
     prompt: list[int] = field(default_factory=lambda: [5, 6, START])
+    refused: list[str] = field(default_factory=list)
     seen: list[tuple[str, dict[str, Any], dict[str, str]]] = field(default_factory=list)
     aborted: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -52,18 +90,40 @@ class Script:
 @asynccontextmanager
 async def upstream(script: Script) -> AsyncIterator[str]:
     async def models(_: Request) -> Response:
-        return JSONResponse({"data": [{"id": "scripted", "max_model_len": 1000}]})
+        return JSONResponse({"data": [{"id": "scripted", **({"max_model_len": script.window} if script.window else {})}]})
 
     async def tokenize(request: Request) -> Response:
+        if not script.tokenizes:
+            return JSONResponse({"detail": "Not Found"}, 404)
         body = await request.json()
         if "prompt" in body:
-            return JSONResponse({"tokens": [k for k, v in NAMES.items() if v == body["prompt"]]})
-        return JSONResponse({"tokens": script.prompt})
+            return JSONResponse({"tokens": ids_of(body["prompt"])})
+        if not body.get("continue_final_message"):
+            return JSONResponse({"tokens": script.prompt})
+        last, shown = body["messages"][-1], script.prompt[: -1 if script.prompt[-1] == START else None]
+        if script.carrier == "reasoning" and last.get("reasoning"):
+            shown = [*shown, START, *ids_of(last["reasoning"]), END]
+        elif script.carrier == "content":
+            shown = [*shown, *ids_of(last["content"])]
+        return JSONResponse({"tokens": shown})
 
-    async def stream(items: list[Any]) -> AsyncIterator[str]:
+    async def plugin(request: Request) -> Response:
+        if not script.plugin:
+            return JSONResponse({"detail": "Not Found"}, 404)
+        if request.method == "GET":
+            return JSONResponse({"version": "0", "features": ["rules", "budget"]})
+        asked = await request.json()
+        script.seen.append((request.url.path, asked, dict(request.headers)))
+        script.budget = asked["tokens"]
+        return JSONResponse({"found": True, "think": 0, "inside": True, "total": asked["tokens"]})
+
+    async def stream(items: Iterable[Any]) -> AsyncIterator[str]:
         finished = False
         try:
             for item in items:
+                if isinstance(item, float):
+                    await asyncio.sleep(item)
+                    continue
                 yield item if isinstance(item, str) else f"data: {json.dumps(item)}\n\n"
             if script.hold is not None:
                 await script.hold.wait()
@@ -80,12 +140,24 @@ async def upstream(script: Script) -> AsyncIterator[str]:
         script.seen.append((request.url.path, body, dict(request.headers)))
         if script.status != 200:
             return JSONResponse({"error": {"message": "scripted refusal", "code": script.status}}, script.status)
-        items: list[Any] = script.complete if request.url.path.endswith("/v1/completions") else script.chat
+        refused = [name for name in script.refuses if name in body]
+        if refused:
+            script.seen.pop()
+            script.refused.append(refused[0])
+            return JSONResponse({"error": {"message": f"{refused[0]} is not supported here", "code": 400}}, 400)
+        first = sum(path.endswith("chat/completions") for path, _, _ in script.seen) == 1
+        items = script.complete if request.url.path.endswith("/v1/completions") else script.chat
+        if items is script.chat and not first and script.again is not None:
+            items = script.again
+        if callable(items):
+            items = items(body)  # type: ignore[assignment]
         return StreamingResponse(stream(items), media_type="text/event-stream")
 
     routes = [
         Route("/v1/models", models),
         Route("/tokenize", tokenize, methods=["POST"]),
+        Route("/v1/agentguard/plugin", plugin),
+        Route("/v1/agentguard/budget", plugin, methods=["POST"]),
         Route("/v1/chat/completions", answer, methods=["POST"]),
         Route("/v1/completions", answer, methods=["POST"]),
     ]
@@ -100,6 +172,8 @@ async def upstream(script: Script) -> AsyncIterator[str]:
     finally:
         server.should_exit = True
         server.force_exit = True
+        for connection in list(server.server_state.connections):  # uvicorn leaves those of cut streams open
+            connection.transport.abort()  # type: ignore[union-attr]
         await task
 
 

@@ -209,6 +209,7 @@ def test_draft_rows_bonus_rows_and_batches_without_drafts() -> None:
     made.update_state([], empty)
     assert rows(made, 4, bonus=False, drafts=empty) == [3]
     assert rows(made, 4, bonus=False, drafts=None) == [3]
+    assert rows(made, 0, bonus=False, drafts=empty) == []  # a verification without any draft
 
 
 def test_stock_writes_a_batch_without_drafts_into_its_first_row() -> None:

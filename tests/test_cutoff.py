@@ -6,34 +6,84 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentguard.trace.cutoff import Cap, growth_pressure, percentile, think_cap
+from agentguard.policy import Cutoff
+from agentguard.trace.cutoff import Cap, Term, growth_pressure, percentile, think_cap
 
 
 def cap(**overrides: Any) -> Cap:
-    arguments: dict[str, Any] = {
-        "window": 4096, "prompt": 88, "limit": None, "answers": (), "growth": 0.0, "f_min": 0.8, "f_max": 0.85, "answer_floor": 64,
-        "margin": 8,
-    }  # fmt: skip
-    return think_cap(**(arguments | overrides))
+    arguments: dict[str, Any] = {"window": 4096, "prompt": 88, "limit": None, "answers": (), "growth": 0.0}
+    given = arguments | overrides
+    cutoff = Cutoff(**{k: given.pop(k) for k in list(given) if k in Cutoff.model_fields})
+    return think_cap(cutoff, **given)
 
 
-def test_without_pressure_a_trace_gets_85_percent_of_the_window() -> None:
-    assert cap() == Cap(budget=4000, think_cap=3400, reserve=64, growth=0.0, bound_by="fraction")
+def limits(result: Cap) -> tuple[int, int, int, str]:
+    return result.budget, result.reserve, result.think_cap, result.bound_by
+
+
+def test_without_pressure_a_trace_gets_85_percent_of_its_budget() -> None:
+    assert limits(cap(limit=2000)) == (2000, 64, 1700, "fraction")
 
 
 def test_under_pressure_it_gets_80_percent() -> None:
-    assert cap(growth=1.0).think_cap == 3200
-    assert cap(growth=7.0).think_cap == 3200
+    assert cap(limit=2000, growth=1.0).think_cap == 1600
+    assert cap(limit=2000, growth=7.0).think_cap == 1600
+    assert cap(limit=2000).at(1.0) == cap(limit=2000, growth=1.0)
+
+
+def test_without_a_limit_the_session_s_window_binds() -> None:
+    """Context and trace together end at 85 % of the window: 0.85 * 4096 - 88, less than 0.85 * (4096 - 88 - 8)."""
+    assert limits(cap()) == (4000, 64, 3393, "session")
+    assert cap(prompt=3000).think_cap == int(0.85 * 4096) - 3000
+
+
+def test_a_prompt_beyond_the_cutoff_leaves_a_little() -> None:
+    assert limits(cap(prompt=3450))[2:] == (64, "session")
+    assert limits(cap(prompt=3700))[2:] == (64, "session")
+    assert limits(cap(prompt=4030))[2:] == (29, "reserve")
 
 
 def test_a_long_answer_reserves_its_length() -> None:
-    result = cap(limit=1000, answers=[100] * 8 + [400] * 2)
-    assert (result.reserve, result.think_cap, result.bound_by) == (400, 600, "reserve")
+    assert limits(cap(limit=1000, answers=[100] * 8 + [400] * 2)) == (1000, 400, 600, "reserve")
 
 
-def test_a_small_limit_still_leaves_room_to_think() -> None:
-    result = cap(limit=20)
-    assert (result.budget, result.reserve, result.think_cap) == (20, 10, 10)
+@pytest.mark.parametrize("limit", [1, 20, 200, 511])
+def test_below_512_tokens_half_is_kept_for_the_answer(limit: int) -> None:
+    result = cap(limit=limit)
+    assert result.think_cap <= limit - limit // 2
+    assert limits(result) == (limit, limit // 2, min(limit - limit // 2, int(0.85 * limit)), result.bound_by)
+
+
+def test_512_tokens_keep_the_floor() -> None:
+    assert limits(cap(limit=512)) == (512, 64, 435, "fraction")
+
+
+@pytest.mark.parametrize(
+    ("asked", "think_cap", "term"),
+    [(None, 1700, "fraction"), (0, 0, "client"), (300, 300, "client"), (5000, 1700, "fraction"), (-1, 1700, "fraction")],
+)
+def test_the_client_s_own_budget_counts_where_it_is_smaller(asked: int | None, think_cap: int, term: str) -> None:
+    result = cap(limit=2000, asked=asked)
+    assert (result.think_cap, result.bound_by) == (think_cap, term)
+
+
+def test_the_recipe_s_default_holds_where_the_client_names_none() -> None:
+    assert limits(cap(limit=2000, think_tokens=256))[2:] == (256, "policy")
+    assert limits(cap(limit=2000, think_tokens=256, asked=700))[2:] == (700, "client")
+    assert limits(cap(limit=2000, think_tokens=256, asked=-1))[2:] == (1700, "fraction")
+
+
+def test_fixed_ignores_pressure_and_off_closes_only_on_request() -> None:
+    assert cap(limit=2000, growth=1.0, mode="fixed").think_cap == 1700
+    assert limits(cap(limit=2000, mode="off"))[2:] == (2000, "off")
+    assert limits(cap(limit=2000, mode="off", asked=9))[2:] == (9, "client")
+
+
+def test_every_term_has_a_reason() -> None:
+    assert {term: term.reason for term in Term} == {
+        Term.FRACTION: "budget", Term.RESERVE: "reserve", Term.SESSION: "session", Term.CLIENT: "budget", Term.POLICY: "budget",
+        Term.RETRY: "budget", Term.OFF: "budget",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("prompt", [4088, 4096, 9999])

@@ -13,13 +13,13 @@ import pytest
 
 from agentguard.engines.openai_http import OpenAIEngine
 from agentguard.errors import ConfigError, EngineDiedError, EngineError, EngineRequestError
-from agentguard.events import EngineDied, Event, StepFinished, StepStarted
+from agentguard.events import EngineDied, Event, Note, StepFinished, StepStarted, TraceClosed
 from agentguard.gateway.server import bind, gateway
 from agentguard.middleware import Guard
 from agentguard.policy import Policy
 from agentguard.session import Identity
 from agentguard.telemetry.hub import Hub
-from tests.scripted import END, START, STOP, USAGE, A, B, Script, chunk, upstream
+from tests.scripted import END, START, STOP, USAGE, A, B, Script, chunk, text_chunk, thinking, upstream
 
 ME = Identity("", "me")
 ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 100}
@@ -85,7 +85,7 @@ async def test_budget_rule_and_session_go_up() -> None:
     (_, body, headers) = script.seen[0]
     assert body["max_tokens"] == 90
     assert "max_completion_tokens" not in body
-    assert body["thinking_token_budget"] == r.started().think_cap == 45
+    assert body["thinking_token_budget"] == r.started().think_cap == 45  # half of 90: a small limit
     assert body["vllm_xargs"] == {"ag_rule": "cactus:delta=0.25,p_min=0.1,top_k=10", "ag_phase": "think"}
     assert body["temperature"] == 0.7
     assert headers["x-session-id"] == "me"
@@ -98,8 +98,11 @@ async def test_the_clients_own_think_budget_is_kept_when_it_is_smaller() -> None
         await r.step({**ASK, "thinking_token_budget": 3})
         assert script.seen[0][1]["thinking_token_budget"] == 3
         # the prompt's own think tokens (none after START) and three more reach the budget: the engine closed it
-        assert (r.started().bound_by, r.finished().closed) == ("client", "client")
-        await r.step({**ASK, "thinking_token_budget": 5000})
+        assert (r.started().bound_by, r.finished().closed) == ("client", "budget")
+        assert [(e.reason, e.think_tokens, e.cap, e.how) for e in r.events if isinstance(e, TraceClosed)] == [
+            ("budget", 3, 3, "engine")
+        ]
+        await r.step({**ASK, "thinking_token_budget": 5000}, Identity("", "another"))
         assert script.seen[1][1]["thinking_token_budget"] == r.started().think_cap < 100
 
 
@@ -151,13 +154,14 @@ async def test_an_answer_that_stays_empty_is_reported() -> None:
     async with rig(script) as r:
         await r.step()
         assert r.finished().empty_answer
+        assert r.finished().notes == [Note.NO_CLOSE_TAG, Note.EMPTY_ANSWER]
 
 
 async def test_steps_of_a_session_are_counted_and_its_answers_set_the_reserve() -> None:
     long_answer = [chunk([A, END], reasoning="a"), chunk([B] * 300, content="b" * 300), chunk([STOP], finish="stop"), USAGE]
     async with rig(Script(chat=long_answer)) as r:
         await r.step({**ASK, "max_tokens": 900})
-        await r.step({**ASK, "max_tokens": 900})
+        await r.step({**ASK, "max_tokens": 900, "seed": 1})
         assert [e.step for e in r.events if isinstance(e, StepStarted)] == [1, 2]
         assert (r.started().think_cap, r.started().bound_by) == (600, "reserve")
         await r.step({**ASK, "max_tokens": 900}, Identity("", "another"))
@@ -192,7 +196,7 @@ async def test_a_bad_request_names_the_field_and_reaches_nothing(change: dict[st
 
 async def test_a_prompt_that_fills_the_window_is_refused_with_the_remedy() -> None:
     async with rig(Script(prompt=[5] * 999 + [START])) as r:
-        with pytest.raises(ConfigError, match="fills the context window of 1000 tokens; compact it"):
+        with pytest.raises(ConfigError, match="fills the context window of 1000 tokens .*; compact it"):
             await r.step()
 
 
@@ -242,15 +246,26 @@ async def test_a_stop_string_of_the_client_ends_the_step_and_counts_its_token() 
         assert (r.finished().think_tokens, r.finished().continued, r.finished().empty_answer) == (1, False, True)
 
 
-async def test_each_think_block_has_its_own_budget() -> None:
+async def test_the_blocks_of_a_step_have_one_budget_together() -> None:
+    """ollama/ollama#17566: six blocks, each with the whole budget, burned 32,000 tokens."""
     blocks = [
-        chunk([A] * 30 + [END, B, START] + [A] * 30 + [END], reasoning="a"),
-        chunk([B, STOP], content="b", finish="stop"),
+        *thinking(30),
+        chunk([END]),
+        chunk([B], content="b"),
+        chunk([START]),
+        *thinking(200),
+        chunk([STOP], finish="stop"),
         USAGE,
     ]
-    async with rig(Script(chat=blocks)) as r:
+    script = Script(chat=blocks, complete=[text_chunk([B, STOP], "b", "stop"), USAGE])
+    async with rig(script) as r:
         await r.step()
-        assert (r.finished().think_tokens, r.started().think_cap, r.finished().closed) == (60, 50, "")
+        assert (r.started().think_cap, r.finished().closed) == (50, "")
+        assert r.finished().think_tokens == 230  # the answer has begun, so the stream is not cut
+    script = Script(chat=[*blocks[:31], chunk([START]), *blocks[33:]], complete=[text_chunk([B, STOP], "b", "stop"), USAGE])
+    async with rig(script) as r:
+        chunks = await r.step()
+        assert (r.finished().think_tokens, r.finished().closed, text(chunks)) == (50 + 1, "reserve", "b")
 
 
 async def test_a_continuation_keeps_rule_format_and_ids() -> None:
@@ -264,12 +279,6 @@ async def test_a_continuation_keeps_rule_format_and_ids() -> None:
     assert body["response_format"] == {"type": "json_object"}
     assert (body["presence_penalty"], body["vllm_xargs"]["ag_rule"]) == (0.5, "strict")
     assert [i for c in chunks if c["choices"] for i in c["choices"][0].get("token_ids", [])] == [A, A, STOP, B, STOP]
-
-
-async def test_a_step_with_tools_is_never_continued_as_text() -> None:
-    async with rig(Script(chat=[chunk([A, STOP], reasoning="a", finish="stop"), USAGE])) as r:
-        await r.step({**ASK, "tools": [{"type": "function", "function": {"name": "f"}}]})
-        assert (r.finished().continued, r.finished().empty_answer) == (False, True)
 
 
 async def test_hidden_reasoning_is_counted_and_not_shown() -> None:

@@ -15,24 +15,42 @@ from agentguard.cli.run import run
 @click.argument("model", required=False)
 @click.option("--draft", help="Draft model for speculative decoding.")
 @click.option("--recipe", type=click.Path(path_type=Path), help="YAML recipe; MODEL and the options override it.")
+@click.option("--upstream", metavar="URL", help="Guard an OpenAI-compatible server that runs already, instead of starting vLLM.")
+@click.option("--upstream-key", envvar="AGENTGUARD_UPSTREAM_KEY", help="Key the guard sends to the upstream.")
 @click.option("--rule", help="Verification rule of requests that ask for none, for example 'cactus:delta=0.25,p_min=0.1,top_k=10'.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address of the gateway.")
 @click.option("--port", default=8484, show_default=True, type=click.IntRange(1, 65535), help="Port of the gateway.")
 @click.option("--api-key", envvar="AGENTGUARD_API_KEY", help="Key clients must send; required on a host that is not loopback.")
 def serve(
-    model: str | None, draft: str | None, recipe: Path | None, rule: str | None, host: str, port: int, api_key: str | None
-) -> None:
-    """Start vLLM with the plugin and the gateway for a local MODEL."""
+    model: str | None, draft: str | None, recipe: Path | None, upstream: str | None, upstream_key: str | None, rule: str | None,
+    host: str, port: int, api_key: str | None,
+) -> None:  # fmt: skip
+    """Start vLLM with the plugin and the gateway for a local MODEL, or only the gateway in front of --upstream."""
     from agentguard import policy as policies
     from agentguard.errors import ConfigError
 
     base: dict[str, Any] = policies.read(recipe) if recipe else {}
     base |= {k: v for k, v in {"model": model, "draft": draft, "rule": rule}.items() if v is not None}
-    if "model" not in base:
-        raise ConfigError("MODEL", None, "give a model's path, or a recipe with 'model:'")
+    if "model" not in base and not upstream:
+        raise ConfigError("MODEL", None, "give a model's path, a recipe with 'model:', or --upstream")
     if host not in ("127.0.0.1", "localhost", "::1") and not api_key:
         raise ConfigError("host", host, "is reachable from outside; set --api-key or AGENTGUARD_API_KEY, or bind to 127.0.0.1")
-    run(_serve(policies.parse(base), host, port, api_key))
+    if upstream:
+        if not upstream.startswith(("http://", "https://")):
+            raise ConfigError("upstream", upstream, "give a URL such as http://127.0.0.1:8000")
+        root = upstream.rstrip("/").removesuffix("/v1")
+        run(_guard(policies.parse(base) if "model" in base else None, root, upstream_key, host, port, api_key))
+    else:
+        run(_serve(policies.parse(base), host, port, api_key))
+
+
+async def _guard(policy: Any, upstream: str, key: str | None, host: str, port: int, api_key: str | None) -> None:
+    from agentguard.gateway.server import serve_upstream
+
+    async with serve_upstream(policy, upstream, key=key, host=host, port=port, api_key=api_key) as (guard, url):
+        how = "exact, in the engine" if guard.engine.facts.plugin else "by the gateway: the engine has no plugin"
+        click.echo(f"ready: {url}/v1 guards {guard.info.model} at {upstream}  (closes {how})", err=True)
+        await asyncio.Event().wait()
 
 
 async def _serve(policy: Any, host: str, port: int, api_key: str | None) -> None:

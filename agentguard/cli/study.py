@@ -12,8 +12,10 @@ import click
 from agentguard.cli.run import run
 
 if TYPE_CHECKING:
+    from agentguard.study.closing import Mode
     from agentguard.study.runner import StudyPlan
 
+ARMS = "strict;cactus:delta=0.5"
 DEMO_ARMS = "strict;cactus:delta=1;cactus:delta=1,p_min=0.1,top_k=10"
 _JSON = click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False), help="Write the table's numbers here.")
 _EVENTS = click.option(
@@ -29,9 +31,7 @@ def study() -> None:
 
 @study.command("run")
 @click.option("--suite", default="chain", show_default=True, help="chain, chain-long or chain-agent.")
-@click.option(
-    "--arms", default="strict;cactus:delta=0.5", show_default=True, help="Rules, separated by ';'; strict is the baseline."
-)
+@click.option("--arms", help=f"Rules, separated by ';'; strict is the baseline. [default: {ARMS}; with --close: strict]")
 @click.option("--n", "sessions", default=96, show_default=True, type=click.IntRange(1), help="Sessions an arm.")
 @_SEED
 @click.option("--temperature", default=1.0, show_default=True)
@@ -47,18 +47,26 @@ def study() -> None:
     show_default=True,
     help="on: the gateway assigns sessions to arms and switches a losing one to strict; n sessions an arm on average.",
 )
+@click.option(
+    "--close",
+    type=click.Choice(["adaptive", "fixed", "off"]),
+    help="Study closing traces instead: the same problems with at most a median trace's tokens, closed off, fixed and adaptive.",
+)
 @_JSON
 @_EVENTS
 def run_command(
-    suite: str, arms: str, sessions: int, seed: int, temperature: float, concurrency: int, model: str | None, draft: str,
-    guard: str, json_path: Path | None, events: Path | None,
+    suite: str, arms: str | None, sessions: int, seed: int, temperature: float, concurrency: int, model: str | None, draft: str,
+    guard: str, close: Mode | None, json_path: Path | None, events: Path | None,
 ) -> None:  # fmt: skip
     """Run paired sessions of a suite under several rules and print the table."""
     from agentguard.study import suites
     from agentguard.study.runner import StudyPlan, parse_arms
 
-    plan = StudyPlan(suites.get(suite), parse_arms(arms), sessions, seed, temperature, concurrency, guarded=guard == "on")
-    _run(plan, model, draft, json_path, events)
+    rules = parse_arms(arms or (ARMS if close is None else "strict"))
+    plan = StudyPlan(
+        suites.get(suite), rules, sessions, seed, temperature, concurrency, guarded=guard == "on", baseline=close is None
+    )
+    _run(plan, model, draft, json_path, events, close)
 
 
 @click.command()
@@ -82,12 +90,15 @@ def check_writable(option: str, path: Path | None) -> None:
         raise ConfigError(option, str(path), "cannot be written; choose a file in a folder that exists and is yours")
 
 
-def _run(plan: StudyPlan, model: str | None, draft: str, json_path: Path | None, events: Path | None) -> None:
+def _run(
+    plan: StudyPlan, model: str | None, draft: str, json_path: Path | None, events: Path | None, close: Mode | None = None
+) -> None:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
     from agentguard.policy import Economics, Policy
     from agentguard.reference import DRAFTS, reference_model
+    from agentguard.study.closing import MODES, PILOT
     from agentguard.study.command import Outcome, run_study, write_json
     from agentguard.study.table import render
 
@@ -100,12 +111,14 @@ def _run(plan: StudyPlan, model: str | None, draft: str, json_path: Path | None,
     )
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with tempfile.TemporaryDirectory() as scratch, Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task("starting the engine", total=plan.steps)
+        total = plan.steps if close is None else PILOT + plan.sessions * len(MODES[close])
+        task = progress.add_task("starting the engine", total=total)
         outcome: Outcome = run(
             run_study(
                 plan,
                 policy,
                 events or Path(scratch, "events.jsonl"),
+                close=close,
                 on_ready=lambda _: progress.update(task, description=f"{plan.suite.name}, seed {plan.seed}"),
                 on_step=lambda: progress.advance(task),
             )
@@ -118,6 +131,14 @@ def _run(plan: StudyPlan, model: str | None, draft: str, json_path: Path | None,
             click.echo(
                 f"{switch.arm} switched {'on' if switch.on else 'to strict'} after {switch.sessions} sessions: {switch.reason}"
             )
+        if json_path is not None:
+            write_json(outcome, json_path)
+        return
+    if outcome.closing is not None:
+        from agentguard.study.table import render_closing
+
+        title = f"{plan.suite.name}, {plan.sessions} sessions, seed {plan.seed}, rule {plan.arms[0]}: closing traces"
+        Console().print(render_closing(outcome.closing, title))
         if json_path is not None:
             write_json(outcome, json_path)
         return

@@ -6,6 +6,8 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
+from agentguard.engines.facts import Facts
+
 Chunk = dict[str, Any]
 """A streamed piece of an answer in the shape of OpenAI's `chat.completion.chunk`."""
 Stream: TypeAlias = AsyncGenerator[Chunk, None]
@@ -20,19 +22,28 @@ class EngineInfo:
     max_model_len: int
 
 
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Where a running request's trace stands in the engine: generated think tokens, and whether it is inside a block."""
+
+    think: int
+    inside: bool
+
+
 class Engine(Protocol):
     """An inference engine. All methods raise EngineRequestError for a refused request and EngineDiedError when it is gone."""
 
     name: str
+    facts: Facts
 
     async def info(self) -> EngineInfo: ...
 
-    async def tokenize_chat(self, body: Mapping[str, Any]) -> list[int]:
-        """The prompt ids of a chat request, generation prompt included."""
+    async def tokenize_chat(self, body: Mapping[str, Any]) -> list[int] | None:
+        """The prompt ids of a chat request, generation prompt included; None from a server that cannot tell."""
         ...
 
-    async def tokenize_text(self, text: str) -> list[int]:
-        """The ids of a text as it stands, without special tokens around it."""
+    async def tokenize_text(self, text: str) -> list[int] | None:
+        """The ids of a text as it stands, without special tokens around it; None from a server that cannot tell."""
         ...
 
     def chat(self, body: Mapping[str, Any], request_id: str, session: str) -> Stream:
@@ -41,6 +52,11 @@ class Engine(Protocol):
 
     def complete(self, prompt: Sequence[int], body: Mapping[str, Any], request_id: str) -> Stream:
         """Stream a completion of token ids; the chunks carry `choices[0].text`."""
+        ...
+
+    async def set_think_tokens(self, request_id: str, tokens: int) -> Standing | None:
+        """Limit a running request's think tokens, at the earliest now, from the next round on. None: no such request runs, or the
+        engine has no plugin."""
         ...
 
     async def aclose(self) -> None: ...

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import aclosing
 from typing import Any
 
 import httpx2
+import structlog
 
-from agentguard.engines.base import Chunk, EngineInfo, Stream
+from agentguard.engines.base import Chunk, EngineInfo, Standing, Stream
+from agentguard.engines.facts import Facts
 from agentguard.engines.http import http_client
 from agentguard.errors import EngineDiedError, EngineError, EngineRequestError
 
+logger = structlog.get_logger(__name__)
 MAX_EVENT_BYTES = 8 << 20
 """The largest server-sent event accepted from upstream; a first chunk may carry a whole prompt's ids."""
 
@@ -27,8 +31,12 @@ class OpenAIEngine:
         api_key: str | None = None,
         connect_timeout_s: float = 30.0,
         read_timeout_s: float = 300.0,
+        window: int | None = None,
     ) -> None:
+        """``window``: the context window in tokens, for a server that does not state it."""
         self.name = name
+        self.facts = Facts()
+        self._window = window
         self.url = url.rstrip("/")
         self._client = http_client(
             self.url,
@@ -44,26 +52,59 @@ class OpenAIEngine:
         models = reply.get("data") or []
         if not models:
             raise EngineError(f"{self.url}/v1/models lists no model; is this an OpenAI-compatible server?")
-        window = models[0].get("max_model_len")
+        window = models[0].get("max_model_len") or self._window
         if not isinstance(window, int):
-            raise EngineError(f"{self.url}/v1/models does not state max_model_len; the guard needs the context window")
+            raise EngineError(
+                f"{self.url}/v1/models does not state max_model_len; give the context window as engine.max_model_len in the recipe"
+            )
+        await self._probe()
         return EngineInfo(model=models[0]["id"], max_model_len=window)
 
-    async def tokenize_chat(self, body: Mapping[str, Any]) -> list[int]:
+    async def _probe(self) -> None:
+        """Is our plugin in there? A server without it answers 404 or something of its own."""
+        try:
+            reply = await self._json("GET", "/v1/agentguard/plugin")
+        except (EngineRequestError, EngineError) as error:
+            if isinstance(error, EngineDiedError):
+                raise
+            return
+        self.facts.plugin = "budget" in (reply.get("features") or ())
+
+    async def tokenize_chat(self, body: Mapping[str, Any]) -> list[int] | None:
         keys = ("model", "messages", "tools", "chat_template", "chat_template_kwargs", "continue_final_message")
         request = {k: body[k] for k in keys if body.get(k) is not None} | {"add_generation_prompt": True}
         if "add_generation_prompt" in body:
             request["add_generation_prompt"] = body["add_generation_prompt"]
         return await self._tokens(request)
 
-    async def tokenize_text(self, text: str) -> list[int]:
+    async def tokenize_text(self, text: str) -> list[int] | None:
         return await self._tokens({"prompt": text, "add_special_tokens": False})
 
-    async def _tokens(self, request: Mapping[str, Any]) -> list[int]:
-        tokens = (await self._json("POST", "/tokenize", request)).get("tokens")
-        if not isinstance(tokens, list):
-            raise EngineError(f"{self.url}/tokenize answered without 'tokens'; the guard needs vLLM's tokenize route")
+    async def _tokens(self, request: Mapping[str, Any]) -> list[int] | None:
+        """None from a server without vLLM's tokenize route, which is then not asked again."""
+        if not self.facts.tokenize:
+            return None
+        try:
+            tokens = (await self._json("POST", "/tokenize", request)).get("tokens")
+        except EngineRequestError as error:
+            if error.status not in (404, 405, 501):
+                raise
+            tokens = None
+        if not isinstance(tokens, list) or not all(isinstance(token, int) for token in tokens):
+            self.facts.tokenize = False
+            return None
         return tokens
+
+    async def set_think_tokens(self, request_id: str, tokens: int) -> Standing | None:
+        if not self.facts.plugin:
+            return None
+        try:
+            reply = await self._json("POST", "/v1/agentguard/budget", {"request": request_id, "tokens": tokens})
+        except EngineRequestError as error:
+            if error.status == 404:
+                return None
+            raise
+        return Standing(int(reply["think"]), bool(reply["inside"]))
 
     def chat(self, body: Mapping[str, Any], request_id: str, session: str) -> Stream:
         return self._stream("/v1/chat/completions", body, {"X-Request-Id": request_id, "X-Session-ID": session})
@@ -73,6 +114,20 @@ class OpenAIEngine:
 
     async def _stream(self, path: str, body: Mapping[str, Any], headers: dict[str, str]) -> Stream:
         request = {**body, "stream": True, "stream_options": {"include_usage": True}}
+        while True:
+            request = {k: v for k, v in request.items() if k not in self.facts.dropped}
+            try:
+                async with aclosing(self._events(path, request, headers)) as chunks:
+                    async for chunk in chunks:
+                        yield chunk
+                return
+            except EngineRequestError as error:
+                # a refusal comes before the first chunk; one retry for each field it names
+                if error.status != 400 or not self.facts.refused(request, str(error)):
+                    raise
+                logger.warning("field_refused", engine=self.name, fields=sorted(self.facts.dropped), message=str(error)[:200])
+
+    async def _events(self, path: str, request: Mapping[str, Any], headers: dict[str, str]) -> Stream:
         try:
             async with self._client.stream("POST", path, json=request, headers=headers) as response:
                 if response.status_code != 200:

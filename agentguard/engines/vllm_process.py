@@ -31,12 +31,15 @@ import httpx2
 from agentguard.engines.http import http_client
 from agentguard.errors import ConfigError, EngineDiedError, EngineStartError
 from agentguard.policy import Policy
+from agentguard.trace.markers import of_policy
 
 STOP_GRACE_S = 15.0
 LOG_TAIL_LINES = 12
 _LOG_PREFIX = re.compile(r"^\([^)]*\)\s*((ERROR|INFO|WARNING) \S+ \S+ \[[^]]*\]\s*)?")
 _ERROR_LINE = re.compile(r"^\w*(\.\w+)*(Error|Exception)\b")
 _EXIT_NOISE = re.compile(r"^(nanobind: | - (leaked|\.\.\.)|See https://nanobind)")
+FALLBACK_PARSER = "qwen3"
+"""For <think> without a family. deepseek_r1 splits the same, but reports 0 reasoning tokens where the prompt opened the block."""
 OUR_PLUGINS = ("agentguard", "agentguard_http")
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PDEATHSIG = 1
@@ -73,7 +76,7 @@ def is_cpu_build() -> bool:
 
 def command(policy: Policy, port: int, telemetry: str) -> list[str]:
     """The command line that serves the policy's model with the plugin."""
-    options = policy.engine
+    options, family = policy.engine, of_policy(policy).family
     settings = {"agentguard": {"rule": policy.rule, "telemetry": telemetry}}
     args: dict[str, str | None] = {
         "--model": policy.model,
@@ -82,7 +85,7 @@ def command(policy: Policy, port: int, telemetry: str) -> list[str]:
         "--port": str(port),
         "--dtype": options.dtype,
         "--max-num-seqs": str(options.max_num_seqs),
-        "--reasoning-parser": options.reasoning_parser,
+        "--reasoning-parser": options.reasoning_parser or family.parser or FALLBACK_PARSER,
         # a model's generation_config.json must not override sampling behind the client's back (rules.md, 1.3)
         "--generation-config": "vllm",
         "--worker-cls": "engine_plugins.vllm.worker.Worker",
@@ -91,6 +94,10 @@ def command(policy: Policy, port: int, telemetry: str) -> list[str]:
     }
     if options.max_model_len is not None:
         args["--max-model-len"] = str(options.max_model_len)
+    if family.transition or family.lead:
+        # the forced text; vLLM takes the natural end from the parser, and our budget holder tells the two apart
+        reasoning = {"reasoning_start_str": family.markers.start, "reasoning_end_str": family.closing}
+        args["--reasoning-config"] = json.dumps(reasoning)
     if policy.draft is not None:
         speculative = {
             "method": "draft_model",
@@ -155,8 +162,9 @@ async def vllm_process(policy: Policy, *, port: int | None = None) -> AsyncItera
     keep_log = False
     try:
         with log.open("wb") as output:
+            arguments = await asyncio.to_thread(command, policy, port, telemetry)
             process = await asyncio.create_subprocess_exec(
-                *command(policy, port, telemetry),
+                *arguments,
                 stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=asyncio.subprocess.STDOUT,
                 env=environment(policy, api_key), start_new_session=True, preexec_fn=_die_with_parent,
             )  # fmt: skip

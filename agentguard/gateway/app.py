@@ -7,9 +7,10 @@ import hmac
 import json
 from collections.abc import AsyncIterator, Awaitable, Coroutine, Mapping
 from contextlib import aclosing
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import structlog
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -18,10 +19,11 @@ from starlette.routing import Route
 from agentguard.economics.classes import SIDE_HEADER
 from agentguard.economics.report import report
 from agentguard.engines.base import Chunk, Stream
-from agentguard.errors import AgentGuardError, ConfigError, EngineDiedError, EngineError, EngineRequestError
+from agentguard.errors import AgentGuardError, ConfigError, EngineDiedError, EngineError, EngineRequestError, SessionLimitError
 from agentguard.events import encode_json
 from agentguard.gateway.identity import identify
-from agentguard.middleware import ChatRequest, Guard
+from agentguard.middleware import Guard, Reply
+from agentguard.requests import ChatRequest
 from agentguard.telemetry import prometheus
 
 logger = structlog.get_logger(__name__)
@@ -36,16 +38,28 @@ def create_app(guard: Guard, *, api_key: str | None = None) -> Starlette:
         body = await _body(request)
         asked = ChatRequest.read(body)
         side = request.headers.get(SIDE_HEADER, "") not in ("", "0", "false")
-        chunks = guard.stream(body, identify(request.headers, body), side=side)
+        told = Reply()
+        chunks = guard.stream(body, identify(request.headers, body), side=side, reply=told)
         if asked.stream:
             # the first chunk is awaited here, so that a refused request gets an HTTP status instead of a broken stream
             first = await _unless_gone(request, chunks, anext(chunks, None))
             if first is None:
                 return _CLIENT_GONE
             include_usage = bool((asked.stream_options or {}).get("include_usage"))
-            return StreamingResponse(_sse(first, chunks, include_usage), media_type="text/event-stream")
+            events = _sse(first, chunks, include_usage, told)
+            return StreamingResponse(events, media_type="text/event-stream", headers=_headers(told))
         reply = await _unless_gone(request, chunks, collect(chunks))
-        return _CLIENT_GONE if reply is None else JSONResponse(reply)
+        return _CLIENT_GONE if reply is None else JSONResponse(reply, headers=_headers(told))
+
+    async def close(request: Request) -> Response:
+        asked = CloseTrace.read(await _body(request))
+        told = guard.close(request=asked.request, session=asked.session, why=asked.why)
+        return JSONResponse({"told": told}, 200 if told else 404)
+
+    async def raise_limit(request: Request) -> Response:
+        asked = RaiseLimit.read(await _body(request))
+        known = guard.raise_limit(asked.session, asked.meter, asked.limit)
+        return JSONResponse({"known": known}, 200 if known else 404)
 
     async def models(_: Request) -> Response:
         model = {"id": guard.info.model, "object": "model", "owned_by": "agentguard", "max_model_len": guard.info.max_model_len}
@@ -92,6 +106,8 @@ def create_app(guard: Guard, *, api_key: str | None = None) -> Starlette:
             Route("/v1/models", models),
             Route("/agentguard/events", events),
             Route("/agentguard/sessions", sessions),
+            Route("/agentguard/sessions/limit", raise_limit, methods=["POST"]),
+            Route("/agentguard/close", close, methods=["POST"]),
             Route("/guard/v1/economics", economics),
             Route("/metrics", metrics),
             Route("/health", health),
@@ -102,6 +118,53 @@ def create_app(guard: Guard, *, api_key: str | None = None) -> Starlette:
         app.add_middleware(RequireKey, api_key=api_key)
     app.add_middleware(EndQuietly)
     return app
+
+
+class _Ask(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @classmethod
+    def read(cls, body: Mapping[str, Any]) -> Self:
+        try:
+            return cls.model_validate(body)
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise ConfigError(".".join(map(str, first["loc"])) or "body", first.get("input"), first["msg"]) from None
+
+
+class CloseTrace(_Ask):
+    """Close the trace of a running request, or of all running requests of a session."""
+
+    request: str = ""
+    session: str = ""
+    why: str = Field("operator", max_length=200)
+
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        if bool(self.request) == bool(self.session):
+            raise ValueError("give 'request' or 'session'")
+        return self
+
+
+class RaiseLimit(_Ask):
+    """A session's new limit: "steps" or "tokens" in all, or anything for "no_progress", which starts counting again."""
+
+    session: str
+    meter: str
+    limit: int = Field(1, ge=1)
+
+
+def _headers(told: Reply) -> dict[str, str]:
+    """What a client may act on. Of a stream the headers leave before its end, so closes and notes stand in the last event's
+    comment instead."""
+    headers = {"x-agentguard-request": told.request, "x-agentguard-context-fill": f"{told.fill:.3f}"}
+    if told.compact:
+        headers["x-agentguard-advice"] = "compact"
+    if told.closed:
+        headers["x-agentguard-closed"] = told.closed
+    if told.notes:
+        headers["x-agentguard-notes"] = ",".join(told.notes)
+    return headers
 
 
 class EndQuietly:
@@ -128,7 +191,8 @@ class RequireKey:
         if scope["type"] == "http" and scope["path"] != "/health":
             given = dict(scope["headers"]).get(b"authorization", b"")
             if not hmac.compare_digest(given, self._expected):
-                response = JSONResponse(_error_body("missing or wrong API key; send it as 'Authorization: Bearer …'", 401), 401)
+                message = "missing or wrong API key; send it as 'Authorization: Bearer …'"
+                response = JSONResponse({"error": {"message": message, "type": "invalid_request_error", "code": 401}}, 401)
                 await response(scope, receive, send)
                 return
         await self.app(scope, receive, send)
@@ -196,8 +260,11 @@ def _merge_tool_call(call: dict[str, Any], delta: Mapping[str, Any]) -> None:
     function["arguments"] += part.get("arguments") or ""
 
 
-async def _sse(first: Chunk, chunks: Stream, include_usage: bool) -> AsyncIterator[bytes]:
-    """Chunks as server-sent events; a failure in the middle ends the stream with an error event, never without a word."""
+async def _sse(first: Chunk, chunks: Stream, include_usage: bool, told: Reply) -> AsyncIterator[bytes]:
+    """Chunks as server-sent events; a failure in the middle ends the stream with an error event, never without a word.
+
+    A close and notes are told in a comment, which every client skips that does not look for it.
+    """
     async with aclosing(chunks):
         try:
             yield _data(first)
@@ -206,8 +273,10 @@ async def _sse(first: Chunk, chunks: Stream, include_usage: bool) -> AsyncIterat
                     yield _data(chunk)
         except AgentGuardError as error:
             logger.warning("stream_failed", error=str(error))
-            yield _data(_error_body(str(error), _status(error)))
+            yield _data(_error_body(error))
             return
+    if told.closed or told.notes:
+        yield f": agentguard closed={told.closed or 'no'} notes={','.join(told.notes)}\n\n".encode()
     yield b"data: [DONE]\n\n"
 
 
@@ -233,6 +302,8 @@ async def _body(request: Request) -> dict[str, Any]:
 def _status(error: AgentGuardError) -> int:
     if isinstance(error, ConfigError):
         return 400
+    if isinstance(error, SessionLimitError):
+        return 429
     if isinstance(error, EngineRequestError):
         return error.status
     if isinstance(error, EngineDiedError):
@@ -240,9 +311,12 @@ def _status(error: AgentGuardError) -> int:
     return 502 if isinstance(error, EngineError) else 500
 
 
-def _error_body(message: str, status: int) -> dict[str, Any]:
+def _error_body(error: AgentGuardError) -> dict[str, Any]:
+    """OpenAI's error object; ``code`` is a name where clients act on one, else the status."""
+    status = _status(error)
     kind = "invalid_request_error" if status < 500 else "server_error"
-    return {"error": {"message": message, "type": kind, "code": status}}
+    told = {"message": str(error), "type": kind, "code": getattr(error, "code", status)}
+    return {"error": told | ({"param": error.field} if isinstance(error, ConfigError) else {})}
 
 
 async def _on_client_gone(_: Request, __: Exception) -> Response:
@@ -252,4 +326,4 @@ async def _on_client_gone(_: Request, __: Exception) -> Response:
 
 async def _on_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, AgentGuardError)
-    return JSONResponse(_error_body(str(error), _status(error)), _status(error))
+    return JSONResponse(_error_body(error), _status(error))

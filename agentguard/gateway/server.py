@@ -63,6 +63,29 @@ async def serve_stack(
 
 
 @asynccontextmanager
+async def serve_upstream(
+    policy: Policy | None, url: str, *, key: str | None = None, host: str = "127.0.0.1", port: int = 0, api_key: str | None = None,
+    hub: Hub | None = None,
+) -> AsyncIterator[tuple[Guard, str]]:  # fmt: skip
+    """The gateway in front of a server that runs already: any that speaks OpenAI's chat completions, with our plugin or without.
+
+    policy: None takes the server's model with the defaults; its ``engine.max_model_len`` is the window of a server that does not
+    state one. Yields the guard and the gateway's URL. Raises EngineDiedError when nobody answers at ``url``.
+    """
+    hub = hub or Hub()
+    with bind(host, port) as listener:
+        client = OpenAIEngine(url, api_key=key, window=policy.engine.max_model_len if policy else None)
+        try:
+            policy = policy or Policy(model=(await client.info()).model)
+            async with economics(policy, hub) as ledger:
+                guard = await Guard.open(client, policy, hub, ledger=ledger)
+                async with gateway(guard, listener, api_key=api_key) as address:
+                    yield guard, address
+        finally:
+            await client.aclose()
+
+
+@asynccontextmanager
 async def economics(policy: Policy, hub: Hub) -> AsyncIterator[Ledger]:
     """The policy's ledger, kept in its store while the block runs. Raises ConfigError, and StoreError when the store is not
     there."""

@@ -20,6 +20,7 @@ from agentguard.engines.vllm_process import describe
 from agentguard.errors import EngineError
 from agentguard.events import RuleSwitched
 from agentguard.gateway.server import Stack, serve_stack
+from agentguard.study.closing import Closing, Mode, run_closing, summarise_closing
 from agentguard.study.guarded import GuardResult, summarise_guard
 from agentguard.study.results import ArmResult, summarise
 from agentguard.study.runner import StudyPlan, run
@@ -43,6 +44,7 @@ class Outcome:
     rows: list[ArmResult]
     events: Path
     guard: GuardResult | None = None
+    closing: list[Closing] | None = None
 
 
 async def run_study(
@@ -50,17 +52,26 @@ async def run_study(
     policy: Policy,
     events: Path,
     *,
+    close: Mode | None = None,
     on_ready: Callable[[Stack], None] = lambda _: None,
     on_step: Callable[[], None] = lambda: None,
 ) -> Outcome:
-    """Serve the policy's models, run the plan through the gateway and summarise the recording.
+    """Serve the policy's models, run the plan through the gateway and summarise the recording. ``close`` makes it a study of
+    closing traces (closing.py).
 
     Raises EngineDiedError as soon as the engine's process ends, whatever the sessions are doing.
     """
     async with serve_stack(policy) as stack:
         on_ready(stack)
         async with record(stack.hub, events), _client(stack) as client:
-            await _unless_engine_ends(stack, run(plan, client, stack.guard.info.model, stack.hub, on_step))
+            work = (
+                run(plan, client, stack.guard.info.model, stack.hub, on_step)
+                if close is None
+                else run_closing(plan, close, stack, on_step)
+            )
+            await _unless_engine_ends(stack, work)
+    if close is not None:
+        return Outcome(plan, policy, [], events, closing=await asyncio.to_thread(lambda: summarise_closing(replay(events))))
     if plan.guarded:
         return Outcome(plan, policy, [], events, await asyncio.to_thread(_guard_result, policy, events))
     return Outcome(plan, policy, await asyncio.to_thread(lambda: summarise(replay(events))), events)
@@ -119,4 +130,7 @@ def write_json(outcome: Outcome, path: Path) -> None:
                 "switches": [msgspec.to_builtins(s) for s in outcome.guard.switches],
             }
         )
+    if outcome.closing is not None:
+        *others, last = outcome.closing
+        document["close"] = last.as_json() | {"compared": [row.as_json() for row in others]}
     path.write_text(json.dumps(document, indent=1) + "\n")

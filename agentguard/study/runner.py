@@ -6,9 +6,10 @@ import asyncio
 import hashlib
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass
+from typing import Any
 
 from agentguard.engines.base import Engine
 from agentguard.errors import AgentGuardError, ConfigError
@@ -32,9 +33,11 @@ class StudyPlan:
     concurrency: int = 24
     guarded: bool = False
     """The gateway assigns the arms and its guard acts; a session is then one of ``sessions`` times the number of arms."""
+    baseline: bool = True
+    """Ratios to strict are wanted, so strict has to be among the arms."""
 
     def __post_init__(self) -> None:
-        if RuleSpec("strict") not in self.arms:
+        if self.baseline and RuleSpec("strict") not in self.arms:
             raise ConfigError("arms", ";".join(map(str, self.arms)), "needs 'strict' among the arms: λ and gain are ratios to it")
         if len(set(map(str, self.arms))) != len(self.arms):
             raise ConfigError("arms", ";".join(map(str, self.arms)), "an arm is given twice; keep one")
@@ -75,35 +78,40 @@ async def run(plan: StudyPlan, client: Engine, model: str, hub: Hub, on_step: Ca
     # a run is a new agent: without it a second run of a seed would go on in the sessions of the first
     nonce = uuid.uuid4().hex[:8]
 
-    async def session(number: int, arm: RuleSpec) -> None:
+    async def one(number: int, arm: RuleSpec) -> None:
         async with gate:
-            await _session(plan, client, model, hub, f"study/{nonce}/{arm}/{number}", number, arm, on_step)
+            await session(plan, client, model, hub, f"study/{nonce}/{arm}/{number}", number, arm, on_step)
 
     async def guarded(number: int) -> None:
         # no nonce: the gateway's hash of the name is what makes the arms a function of the seed
         async with gate:
-            await _session(plan, client, model, hub, f"study/{number}", number, None, on_step)
+            await session(plan, client, model, hub, f"study/{number}", number, None, on_step)
 
+    if plan.guarded:
+        await all_or_first_error(guarded(number) for number in range(plan.sessions * len(plan.arms)))
+    else:
+        await all_or_first_error(one(number, arm) for number in range(plan.sessions) for arm in plan.arms)
+
+
+async def all_or_first_error(work: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Run all at once; the first error of ours stops the others and is raised."""
     failure: BaseException | None = None
     try:
         async with asyncio.TaskGroup() as group:
-            if plan.guarded:
-                for number in range(plan.sessions * len(plan.arms)):
-                    group.create_task(guarded(number), name=f"study {number}")
-            else:
-                for number in range(plan.sessions):
-                    for arm in plan.arms:
-                        group.create_task(session(number, arm), name=f"study {arm} {number}")
+            for number, one in enumerate(work):
+                group.create_task(one, name=f"study {number}")
     except* AgentGuardError as errors:
         failure = errors.exceptions[0]
     if failure is not None:  # raised out here: what an except* block raises comes out as a group of its own on Python 3.11.2
         raise failure
 
 
-async def _session(
-    plan: StudyPlan, client: Engine, model: str, hub: Hub, name: str, number: int, arm: RuleSpec | None, on_step: Callable[[], None]
-) -> None:
-    """``arm``: the rule every request names; None leaves it to the gateway."""
+async def session(
+    plan: StudyPlan, client: Engine, model: str, hub: Hub, name: str, number: int, arm: RuleSpec | None,
+    on_step: Callable[[], None], label: str | None = None,
+) -> None:  # fmt: skip
+    """One session. ``arm``: the rule every request names; None leaves it to the gateway. ``label``: what its verdicts are filed
+    under, the rule by default."""
     messages: list[dict[str, str]] = []
     previous: int | None = None
     for step in range(1, plan.suite.steps + 1):
@@ -124,7 +132,11 @@ async def _session(
             async for chunk in chunks:
                 for choice in chunk.get("choices") or ():
                     answer += (choice.get("delta") or {}).get("content") or ""
-        hub.publish(Graded(t=time.time(), session=name, step=step, arm=str(arm or ""), right=problem.grade(answer)))
+        hub.publish(
+            Graded(
+                t=time.time(), session=name, step=step, arm=str(arm or "") if label is None else label, right=problem.grade(answer)
+            )
+        )
         messages.append({"role": "assistant", "content": answer.strip()})
         previous = parse_answer(answer)
         on_step()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from rich.table import Table
 
 from agentguard.economics.ratios import Ratio
+from agentguard.study.closing import Closing
 from agentguard.study.results import ArmResult
 
 ARMS_A_TABLE = 3
@@ -30,6 +31,18 @@ LINES: tuple[tuple[str, Callable[[ArmResult], str]], ...] = (
 def render(rows: Sequence[ArmResult], title: str) -> list[Table]:
     """As many tables as the arms need, strict first."""
     return [_table(rows[i : i + ARMS_A_TABLE], title) for i in range(0, len(rows), ARMS_A_TABLE)]
+
+
+def render_closing(rows: Sequence[Closing], title: str) -> Table:
+    """A line for each way of closing, over the budget-bound runs."""
+    table = Table(title=title, caption=f"budget-bound: {rows[0].n} runs that pass 85 % of {rows[0].budget} tokens inside the trace")
+    for heading in ("close", "right", "rescued", "regressed", "empty", "closed by", "right - fixed"):
+        table.add_column(heading)
+    for row in rows:
+        difference = "—" if row.difference is None else "{:+.1%} [{:+.1%}, {:+.1%}]".format(*row.difference)
+        reasons = ", ".join(f"{reason} {n}" for reason, n in row.closed.items())
+        table.add_row(row.mode, str(row.right), str(row.rescued), str(row.regressed), str(row.empty), reasons, difference)
+    return table
 
 
 def _table(rows: Sequence[ArmResult], title: str) -> Table:

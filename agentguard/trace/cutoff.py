@@ -7,56 +7,111 @@ answers rose from 126 to 439, with 22 regressions). What remains must hold the a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from agentguard.policy import Cutoff
+
+
+class CloseReason(StrEnum):
+    """Why a trace was closed before the model closed it."""
+
+    BUDGET = "budget"  # the fraction of the step's budget, or a smaller budget the client or the recipe gave
+    RESERVE = "reserve"  # what is left is needed for the answer
+    SESSION = "session"  # the session's context window is filled to 80-85 %
+    LOOP = "loop"
+    DEADLINE = "deadline"
+    OPERATOR = "operator"
+    READY = "ready"  # the target would close it itself (off unless a recipe asks for it)
+
+
+class Term(StrEnum):
+    """Which limit set the cap."""
+
+    FRACTION = "fraction"  # f * budget
+    RESERVE = "reserve"  # budget - answer reserve
+    SESSION = "session"  # f * window - prompt
+    CLIENT = "client"  # the request's own think budget
+    POLICY = "policy"  # the recipe's default think budget
+    RETRY = "retry"  # the same request was cut before
+    OFF = "off"  # closing is switched off
+
+    @property
+    def reason(self) -> CloseReason:
+        if self is Term.RESERVE:
+            return CloseReason.RESERVE
+        return CloseReason.SESSION if self is Term.SESSION else CloseReason.BUDGET
 
 
 @dataclass(frozen=True, slots=True)
 class Cap:
     """A step's limits in tokens, and which term bound.
 
-    budget: what the step may generate; think_cap: where its trace is closed; bound_by: "fraction" (f * budget) or "reserve"
-    (budget - answer reserve); growth: the pressure g in [0, 1] that was applied.
+    budget: what the step may generate; think_cap: where its traces are closed, all of its blocks together; reserve: kept for the
+    answer; growth: the pressure g in [0, 1] that was applied. The others are what the cap is computed from.
     """
 
     budget: int
-    think_cap: int
     reserve: int
     growth: float
-    bound_by: str
+    think_cap: int
+    bound_by: Term
+    window: int
+    prompt: int
+    margin: int
+    least: int
+    f_min: float
+    f_max: float
+    asked: tuple[tuple[int, Term], ...] = ()
+
+    def at(self, growth: float) -> Cap:
+        """The same step under another growth pressure."""
+        if self.bound_by is Term.OFF:
+            return self
+        growth = min(1.0, max(0.0, growth))
+        f = self.f_max - (self.f_max - self.f_min) * growth
+        room = max(0, self.window - self.prompt - self.margin)
+        terms = [
+            (int(f * self.budget), Term.FRACTION),
+            (self.budget - self.reserve, Term.RESERVE),
+            # a prompt at or beyond the cutoff leaves a little: no step is without any thinking because of its history
+            (max(int(f * self.window) - self.prompt, min(room // 2, self.least)), Term.SESSION),
+            *self.asked,
+        ]
+        cap, term = min(terms, key=lambda t: t[0])
+        return replace(self, growth=growth, think_cap=max(0, cap), bound_by=term)
+
+    def limited(self, cap: int, term: Term) -> Cap:
+        """With one more limit."""
+        return replace(self, asked=(*self.asked, (cap, term))).at(self.growth)
 
 
 def think_cap(
-    *,
-    window: int,
-    prompt: int,
-    limit: int | None,
-    answers: Sequence[int],
-    growth: float,
-    f_min: float,
-    f_max: float,
-    answer_floor: int,
-    margin: int,
+    cutoff: Cutoff, *, window: int, prompt: int, limit: int | None, answers: Sequence[int], growth: float, asked: int | None = None
 ) -> Cap:
-    """The cap of one step.
+    """The cap of one step (architecture.md, "The adaptive cutoff").
 
     window: context window C; prompt: P; limit: the client's M, None for no limit; answers: this session's answer lengths so far;
-    growth: g in [0, 1]. B = min(M, C - P - margin); A = max(floor, p90 of answers) but at most half of B, so that a small limit
-    still leaves room to think; cap = min(f B, B - A) with f = f_max - (f_max - f_min) g. A prompt that fills the window gives
-    budget 0.
+    growth: g in [0, 1]; asked: the client's own think budget, None for none, -1 for no limit but the answer's room.
+
+    B = min(M, C - P - margin); A = max(floor, p90 of answers), at most half of B, and exactly half of a B below ``half_below``;
+    cap = min(f B, B - A, f C - P, asked) with f = f_max - (f_max - f_min) g. A prompt that fills the window gives budget 0.
     """
-    room = max(0, window - prompt - margin)
+    room = max(0, window - prompt - cutoff.margin)
     budget = room if limit is None else min(limit, room)
-    reserve = min(max(answer_floor, percentile(answers, 0.9)), budget // 2)
-    growth = min(1.0, max(0.0, growth))
-    by_fraction = int((f_max - (f_max - f_min) * growth) * budget)
-    by_reserve = budget - reserve
-    return Cap(
-        budget=budget,
-        think_cap=min(by_fraction, by_reserve),
-        reserve=reserve,
-        growth=growth,
-        bound_by="fraction" if by_fraction <= by_reserve else "reserve",
-    )
+    reserve = budget // 2
+    if budget >= cutoff.half_below:
+        reserve = min(max(cutoff.answer_floor, percentile(answers, 0.9)), reserve)
+    f_min, f_max = (cutoff.f_max, cutoff.f_max) if cutoff.mode == "fixed" else (cutoff.f_min, cutoff.f_max)
+    cap = Cap(budget, reserve, growth, budget, Term.OFF, window, prompt, cutoff.margin, cutoff.answer_floor, f_min, f_max)
+    if cutoff.mode == "off":
+        return cap if asked is None or asked < 0 else replace(cap, think_cap=min(asked, budget), bound_by=Term.CLIENT)
+    limits: list[tuple[int, Term]] = []
+    if asked is None and cutoff.think_tokens is not None:
+        limits.append((cutoff.think_tokens, Term.POLICY))
+    if asked is not None and asked >= 0:
+        limits.append((asked, Term.CLIENT))
+    return replace(cap, bound_by=Term.FRACTION, asked=tuple(limits)).at(growth)
 
 
 def growth_pressure(think_tokens: Sequence[int]) -> float:

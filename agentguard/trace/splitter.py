@@ -132,9 +132,8 @@ class _Finder:
             return match
         # a run of backticks at the end may go on, and a marker at the end may be the beginning of a longer one
         found = match.group()
-        grows = found in self._prefixes or (found.startswith("`") and len(found) < LONGEST_RUN)
-        open_end = match.end() == len(text) and grows
-        return None if open_end else match
+        grows = found.startswith("`") and len(found) < LONGEST_RUN and match.end() == len(text)
+        return None if grows or text[match.start() :] in self._prefixes else match
 
     def undecided(self, text: str) -> int:
         """How many characters at the end may belong to something that is not whole yet."""

@@ -180,19 +180,19 @@ class BudgetHolder(ThinkingBudgetStateHolder):  # type: ignore[misc]  # vLLM is 
         if not self._plan:
             return logits
         counts = [len(drafts) for drafts in spec_token_ids or ()]
-        verifying = sum(counts) > 0
+        # a verification in which no request has a draft hands over no draft rows at all
+        draft_rows = not predict_bonus_token and logits.shape[0] == sum(counts)
         rows: list[int] = []
         tokens: list[int] = []
         for index, forced in self._plan.items():
             mine = counts[index] if index < len(counts) else 0
             offset = sum(counts[:index])
             for row, token in forced.items():
-                if predict_bonus_token or not verifying:
-                    if row == mine:
-                        rows.append(index)
-                        tokens.append(token)
-                elif row < mine:
+                if draft_rows and row < mine:
                     rows.append(offset + row)
+                    tokens.append(token)
+                elif not draft_rows and row == mine:
+                    rows.append(index)
                     tokens.append(token)
         if rows:
             logits[torch.tensor(rows, device=logits.device), torch.tensor(tokens, device=logits.device)] = FORCED

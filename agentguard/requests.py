@@ -1,0 +1,89 @@
+"""What the guard reads of a chat request; everything else is passed on as it came."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import pydantic
+from pydantic import BaseModel, ConfigDict, Field
+
+from agentguard.errors import ConfigError
+
+BUDGET_NAMES = ("thinking_token_budget", "thinking_budget", "reasoning_budget", "budget_tokens")
+"""What clients call a think budget inside `chat_template_kwargs` (vllm-project/vllm#50166), where no server reads it."""
+_NOT_THE_QUESTION = ("stream", "stream_options", "metadata", "user", "extra_headers", "request_id")
+
+
+class ChatRequest(BaseModel):
+    """A request as it came. ``moved``: the think budget stood in a place where no server reads it."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    model: str | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    thinking_token_budget: Annotated[int, Field(ge=-1)] | None = None
+    n: Annotated[int, Field(ge=1, le=1)] | None = None
+    stream: bool | None = None
+    stream_options: dict[str, Any] | None = None
+    return_token_ids: bool | None = None
+    include_reasoning: bool | None = None
+    tools: list[Any] | None = None
+    vllm_xargs: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+
+    @classmethod
+    def read(cls, body: Mapping[str, Any]) -> ChatRequest:
+        """Raises ConfigError naming the field."""
+        try:
+            return cls.model_validate(body)
+        except pydantic.ValidationError as error:
+            first = error.errors()[0]
+            raise ConfigError(".".join(map(str, first["loc"])), first.get("input"), first["msg"]) from None
+
+    @property
+    def limit(self) -> int | None:
+        """The client's limit M; of two given, the smaller."""
+        given = [m for m in (self.max_tokens, self.max_completion_tokens) if m is not None]
+        return min(given) if given else None
+
+    @property
+    def budget(self) -> tuple[int | None, bool]:
+        """The client's think budget (None: none given, 0: no thinking, -1: no limit), and whether it had to be looked for."""
+        if self.thinking_token_budget is not None:
+            return self.thinking_token_budget, False
+        thinking = self.thinking or {}
+        if thinking.get("type") == "disabled":
+            return 0, True
+        places = [("thinking.budget_tokens", thinking.get("budget_tokens"))]
+        places += [(f"chat_template_kwargs.{name}", (self.chat_template_kwargs or {}).get(name)) for name in BUDGET_NAMES]
+        for name, value in places:
+            if value is None:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < -1:
+                raise ConfigError(name, value, "a whole number of tokens; 0 thinks not at all, -1 without a limit")
+            return value, True
+        return None, False
+
+    def forwarded(self) -> dict[str, Any]:
+        """The body for the engine without what the guard sets itself, and without budgets no server reads."""
+        body = self.model_dump(exclude_unset=True)
+        for key in ("stream", "stream_options", "max_completion_tokens", "thinking_token_budget", "thinking"):
+            body.pop(key, None)
+        if self.chat_template_kwargs is not None:
+            body["chat_template_kwargs"] = {k: v for k, v in self.chat_template_kwargs.items() if k not in BUDGET_NAMES}
+        return body
+
+    def fingerprint(self) -> str:
+        """Equal for requests that ask the same; how the reply is delivered does not count."""
+        body = {k: v for k, v in self.model_dump(exclude_unset=True).items() if k not in _NOT_THE_QUESTION}
+        return hashlib.sha256(json.dumps(body, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+    def tool_names(self) -> list[str]:
+        functions = [t.get("function") for t in self.tools or () if isinstance(t, dict)]
+        return [f["name"] for f in functions if isinstance(f, dict) and isinstance(f.get("name"), str)]

@@ -1,0 +1,62 @@
+"""Watches one step's trace while it grows and says when to close it, and why. Decides only; enforcing is the step's business."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from agentguard.trace.cutoff import Cap, CloseReason, percentile
+from agentguard.trace.loops import Loop, LoopDetector
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """A verdict. ``detail`` is a line for people, without the trace's text; ``loop`` what was found, for reason `loop`."""
+
+    reason: CloseReason
+    detail: str
+    loop: Loop | None = None
+
+
+class Controller:
+    """One step. ``traces``: the session's think tokens a step so far; ``deadline_s``: seconds a step may think, None for no limit;
+    ``started``: the clock at its start; ``loops``: None switches loop detection off."""
+
+    def __init__(
+        self, cap: Cap, *, traces: Sequence[int], started: float, deadline_s: float | None = None, loops: LoopDetector | None = None
+    ) -> None:
+        self.cap = cap
+        self._base = cap.growth
+        # the session's own median; two steps before this one make a trend
+        self._median = max(1, percentile(traces, 0.5)) if len(traces) >= 2 else None
+        self._started = started
+        self._deadline_s = deadline_s
+        self._loops = loops
+        self._operator = ""
+
+    def ask_to_close(self, why: str) -> None:
+        """An operator's wish; it takes effect with the next tokens of the trace."""
+        self._operator = why or "asked for"
+
+    def new_block(self) -> None:
+        if self._loops is not None:
+            self._loops.reset()
+
+    def watch(self, ids: Sequence[int], text: str, *, think: int, now: float) -> Close | None:
+        """Take what the trace grew by, ``think`` tokens in all now. `cap` is then the cap under the pressure of this moment."""
+        if self._operator:
+            return Close(CloseReason.OPERATOR, self._operator)
+        if self._loops is not None:
+            loop = self._loops.feed(ids, text)
+            if loop is not None:
+                return Close(CloseReason.LOOP, loop.detail, loop)
+        if self._deadline_s is not None and now - self._started >= self._deadline_s:
+            return Close(CloseReason.DEADLINE, f"thought for {now - self._started:.0f} s of {self._deadline_s:g} s")
+        growth = max(self._base, self._loops.score if self._loops is not None else 0.0)
+        if self._median is not None:
+            growth = max(growth, min(1.0, think / self._median - 1.0))
+        if growth != self.cap.growth:
+            self.cap = self.cap.at(growth)
+        if think >= self.cap.think_cap:
+            return Close(self.cap.bound_by.reason, f"{think} think tokens, cap {self.cap.think_cap} ({self.cap.bound_by})")
+        return None
