@@ -71,7 +71,11 @@ class DraftRows(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Verified(msgspec.Struct, frozen=True, kw_only=True):
-    """One request in one verification round. ``accepted`` counts draft tokens, never the bonus token."""
+    """One request in one verification round. ``accepted`` counts draft tokens, never the bonus token.
+
+    ``end``: the highest probability the target gave the end-of-think marker among the round's decided rows, and ``entropy`` in nats
+    there; -1 where the marker is unknown.
+    """
 
     request: str
     rule_asked: str
@@ -79,6 +83,8 @@ class Verified(msgspec.Struct, frozen=True, kw_only=True):
     drafted: int
     accepted: int
     rows: DraftRows
+    end: float = -1.0
+    entropy: float = -1.0
 
 
 class VerificationStep(msgspec.Struct, frozen=True, kw_only=True, tag="verification_step"):

@@ -74,6 +74,8 @@ class Guard:
         self.hub = hub
         self.info = info
         self.family = family
+        self.derived = ""
+        """Where the family comes from, and what of it is only assumed."""
         self.sessions = Sessions(policy.max_sessions)
         self.running: dict[str, tuple[Identity, Step]] = {}
         """Steps that run now, by request id."""
@@ -91,14 +93,24 @@ class Guard:
         family = derived.family if markers is None else generic(markers.start, markers.end)
         info = await engine.info()
         ids = await _marker_ids(engine, family)
-        logger.info("think_markers", family=family.name, statement=derived.statement, counted="ids" if ids else "text")
         hub.publish(EngineReady(t=time.time(), engine=engine.name, model=info.model, max_model_len=info.max_model_len))
-        return cls(engine, policy, hub, info, family, ids, ledger)
+        guard = cls(engine, policy, hub, info, family, ids, ledger)
+        guard.derived = derived.statement if markers is None else "the markers were given"
+        return guard
+
+    @property
+    def exact(self) -> bool:
+        """Tokens are counted by id; otherwise counts are estimates from the text."""
+        return self._ids is not None
 
     def observe(self, event: Event) -> None:
-        """Take the engine's telemetry into the economics; a sink of the hub."""
+        """Take the engine's telemetry into the economics, and to the steps that wait for a sign of readiness; a sink of the hub."""
         if isinstance(event, VerificationStep):
             self.ledger.verified(event)
+            if self.policy.cutoff.ready is not None:
+                for request in event.requests:
+                    if request.request in self.running:
+                        self.running[request.request][1].controller.hear(request.end)
 
     def close(self, *, request: str = "", session: str = "", why: str = "operator") -> int:
         """Close the traces of a running request, or of all of a session's; with their next tokens. Returns how many were told."""
@@ -159,7 +171,7 @@ class Guard:
         started = time.perf_counter()
         controller = Controller(
             cap, traces=session.traces, started=started, deadline_s=self.policy.cutoff.deadline_s,
-            loops=LoopDetector() if self.policy.cutoff.loops else None,
+            loops=LoopDetector() if self.policy.cutoff.loops else None, ready=self.policy.cutoff.ready,
         )  # fmt: skip
         xargs = {"ag_phase": self.policy.phase} | dict(request.vllm_xargs or {}) | {"ag_rule": assigned.rule}
         step = Step(
@@ -222,7 +234,7 @@ class Guard:
         limited = cap.bound_by is not Term.OFF
         if limited and self.engine.facts.plugin:
             xargs = xargs | {"ag_think_tokens": cap.think_cap}
-        elif (limited and self.engine.facts.budget != "rejected") or cap.think_cap < cap.budget:
+        elif limited and self.engine.facts.budget != "rejected":
             body["thinking_token_budget"] = cap.think_cap
         return body | {"vllm_xargs": xargs}
 

@@ -41,7 +41,7 @@ class Cutoff(_Model):
     loops: bool = True
     """Close a trace that repeats itself."""
     ready: float | None = Field(None, gt=0, le=1)
-    """Close a trace when the target gives its end marker at least this probability, on average over a few lines; None: off."""
+    """Close a trace once the target gave its end marker this probability and went on; None: off. Needs the plugin's tap."""
     margin: int = Field(8, ge=0)
     """Tokens of the context window never used (chat template, rounding of drafts)."""
 

@@ -196,7 +196,7 @@ async def test_a_bad_request_names_the_field_and_reaches_nothing(change: dict[st
 
 async def test_a_prompt_that_fills_the_window_is_refused_with_the_remedy() -> None:
     async with rig(Script(prompt=[5] * 999 + [START])) as r:
-        with pytest.raises(ConfigError, match="fills the context window of 1000 tokens .*; compact it"):
+        with pytest.raises(ConfigError, match=r"fills the context window of 1000 tokens .*; compact it"):
             await r.step()
 
 

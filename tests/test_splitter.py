@@ -15,6 +15,8 @@ from agentguard.trace import Markers, Splitter
 
 CASES = [json.loads(line) for line in (Path(__file__).parent / "cases/splitter.jsonl").read_text().splitlines()]
 PAIR = [("<think>", "</think>")]
+# fifty streams of the reference target from a stock vLLM without a reasoning parser, delta by delta
+STREAMS = [json.loads(line) for line in (Path(__file__).parent / "cases/streams.jsonl").read_text().splitlines()]
 
 
 def split(chunks: list[str], **options: Any) -> tuple[str, str]:
@@ -39,6 +41,27 @@ def test_reported_cases_hold_under_any_chunking(case: dict[str, Any]) -> None:
         chunks = rechunk(text, rng)
         assert split(chunks, **options) == expected, chunks
     assert split(list(text), **options) == expected
+
+
+@pytest.mark.slow
+def test_a_hundred_thousand_chunkings_of_recorded_streams_give_the_same_segments() -> None:
+    assert len(STREAMS) == 50
+    for number, stream in enumerate(STREAMS):
+        text = "".join(stream["chunks"])
+        think, _, answer = text.partition("</think>")
+        expected = (think, answer)
+        assert split(stream["chunks"], opened=True) == expected
+        rng = random.Random(number)
+        for _ in range(2_000):
+            assert split(rechunk(text, rng), opened=True) == expected
+    assert sum("</think>" in "".join(s["chunks"]) for s in STREAMS) >= 45
+
+
+def test_a_marker_that_begins_another_one_waits_for_it() -> None:
+    """`<|channel>` and `<|channel>thought`: told apart by what follows, whatever the chunks."""
+    pairs = [("<|channel>", "<channel|>"), ("<|channel>thought\n", "<channel|>")]
+    for text, think in (("<|channel>thought\nplan<channel|>x", "plan"), ("<|channel>those<channel|>x", "those")):
+        assert split([text], markers=pairs) == split(list(text), markers=pairs) == (think, "x")
 
 
 @given(

@@ -219,7 +219,8 @@ async def test_16_steps_that_bring_nothing_raise_the_alarm() -> None:
 
 
 @pytest.mark.parametrize(
-    ("thought", "planned"), [("I will call read_file on it.", True), ("Nothing to do here.", False), ("my_read_file_2 is odd", False)]
+    ("thought", "planned"),
+    [("I will call read_file on it.", True), ("Nothing to do here.", False), ("my_read_file_2 is odd", False)],
 )
 async def test_17_a_tool_that_was_planned_and_not_called_is_reported(thought: str, planned: bool) -> None:
     items = [*thinking(0, a=thought), chunk([END, B], content="done"), chunk([STOP], finish="stop"), USAGE]
@@ -251,10 +252,14 @@ async def test_19_a_plugin_whose_limit_does_not_bite_is_cut_too() -> None:
         assert "thinking_token_budget" not in script.seen[0][1]
         assert (r.finished().think_tokens, r.finished().notes, r.finished().closed) == (513, [Note.BUDGET_IGNORED], "budget")
     # a close that is ordered while the request runs, and does not come
-    script = Script(chat=[*thinking(0, a=SENTENCE * 40), chunk([], finish="length"), USAGE], complete=ANSWER, plugin=True, window=8192)
+    script = Script(
+        chat=[*thinking(0, a=SENTENCE * 40), chunk([], finish="length"), USAGE], complete=ANSWER, plugin=True, window=8192
+    )
     async with rig(script) as r:
         assert text(await r.step(BIG)) == "b"
-        assert [body for path, body, _ in script.seen if path.endswith("budget")] == [{"request": r.finished().request, "tokens": 0}]
+        assert [body for path, body, _ in script.seen if path.endswith("budget")] == [
+            {"request": r.finished().request, "tokens": 0}
+        ]
         assert r.finished().closed == "loop"
         assert r.finished().think_tokens <= 6 * len(SENTENCE) + 64
 
@@ -347,7 +352,9 @@ async def test_28_a_literal_think_tag_in_the_content_counts_as_thinking(ids: boo
     """After a tool's result the server's parser no longer expects a trace."""
     spoken = ["<th", "ink>let me", " see</thi", "nk>", "The file is empty."]
     items: list[Any] = [chunk([END, B] if ids else [], content="ok. ")]
-    items += [chunk([START, *ids_of("let")] if ids and i == 0 else ids_of(t) if ids else [], content=t) for i, t in enumerate(spoken)]
+    items += [
+        chunk([START, *ids_of("let")] if ids and i == 0 else ids_of(t) if ids else [], content=t) for i, t in enumerate(spoken)
+    ]
     usage = {**USAGE, "usage": {"prompt_tokens": 3, "completion_tokens": 30, "total_tokens": 33}}
     messages = [*ASK["messages"], {"role": "tool", "tool_call_id": "c", "content": ""}]
     async with rig(Script(chat=[*items, chunk([], finish="stop"), usage], tokenizes=ids)) as r:
@@ -441,8 +448,13 @@ async def test_a_refused_continuation_falls_back_to_the_next_way() -> None:
 
 async def test_a_server_without_ids_and_tokenizer_is_guarded_by_its_text() -> None:
     """Nothing but the OpenAI protocol: counts are estimates until the usage comes, and are marked as such."""
+
     def chat(body: dict[str, Any]) -> list[Any]:
-        return [*thinking(0, a="".join(f"line {i} of it. " for i in range(900)), size=4, ids=False), chunk([], finish="length"), USAGE]
+        return [
+            *thinking(0, a="".join(f"line {i} of it. " for i in range(900)), size=4, ids=False),
+            chunk([], finish="length"),
+            USAGE,
+        ]
 
     usage = {**USAGE, "usage": {"prompt_tokens": 300, "completion_tokens": 2, "total_tokens": 302}}
     again = [chunk([], content="b"), chunk([], finish="stop"), usage]
@@ -458,7 +470,13 @@ async def test_a_server_without_ids_and_tokenizer_is_guarded_by_its_text() -> No
 
 async def test_a_tool_call_or_an_answer_that_has_begun_is_never_cut() -> None:
     call = [{"index": 0, "id": "c1", "type": "function", "function": {"name": "read_file", "arguments": "{}"}}]
-    long_answer = [*thinking(10), chunk([END]), *(chunk([B], content="b ") for _ in range(700)), chunk([STOP], finish="stop"), USAGE]
+    long_answer = [
+        *thinking(10),
+        chunk([END]),
+        *(chunk([B], content="b ") for _ in range(700)),
+        chunk([STOP], finish="stop"),
+        USAGE,
+    ]
     async with rig(Script(chat=long_answer)) as r:
         await r.step({**ASK, "max_tokens": 900})
         assert (r.finished().closed, r.finished().continued) == ("", False)
@@ -487,7 +505,9 @@ async def test_an_answer_that_goes_on_reasoning_is_reported() -> None:
     """Case `resumes-unmarked` of the splitter's cases, seen over a session whose answers are short."""
     short = [*thinking(5), chunk([END, B], content="7"), chunk([STOP], finish="stop"), USAGE]
     script = Script(chat=short, again=[*thinking(4000), chunk([], finish="length"), USAGE], window=8192)
-    script.complete = [text_chunk(ids_of(p), p) for p in "so, thinking on without a marker. Answer: 7"] + [text_chunk([STOP], "", "stop")]
+    script.complete = [text_chunk(ids_of(p), p) for p in "so, thinking on without a marker. Answer: 7"] + [
+        text_chunk([STOP], "", "stop")
+    ]
     async with rig(script) as r:
         for seed in range(3):
             script.seen.clear()

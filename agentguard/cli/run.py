@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import sys
 from collections.abc import Coroutine
 from typing import Any, TypeVar
+
+import structlog
 
 T = TypeVar("T")
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """asyncio.run, with SIGTERM treated like Ctrl-C: the task is cancelled, its clean-up runs, KeyboardInterrupt is raised."""
+    """asyncio.run, with SIGTERM treated like Ctrl-C: the task is cancelled, its clean-up runs, KeyboardInterrupt is raised.
+
+    Our log goes to stderr meanwhile; stdout is data.
+    """
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
 
     async def main() -> T:
         task = asyncio.current_task()

@@ -50,6 +50,8 @@ async def _guard(policy: Any, upstream: str, key: str | None, host: str, port: i
     async with serve_upstream(policy, upstream, key=key, host=host, port=port, api_key=api_key) as (guard, url):
         how = "exact, in the engine" if guard.engine.facts.plugin else "by the gateway: the engine has no plugin"
         click.echo(f"ready: {url}/v1 guards {guard.info.model} at {upstream}  (closes {how})", err=True)
+        counted = "" if guard.exact else "; counted by text, as this server tells no token ids"
+        click.echo(f"think markers: {guard.derived}{counted}", err=True)
         await asyncio.Event().wait()
 
 
@@ -59,5 +61,6 @@ async def _serve(policy: Any, host: str, port: int, api_key: str | None) -> None
     click.echo(f"starting {policy.model} …", err=True)
     async with serve_stack(policy, host=host, port=port, api_key=api_key) as stack:
         click.echo(f"ready: {stack.url}/v1  (events: {stack.url}/agentguard/events, engine log: {stack.engine.log})", err=True)
+        click.echo(f"think markers: {stack.guard.derived}", err=True)
         watching = asyncio.create_task(stack.until_engine_ends(), name="engine watch")
         raise await watching

@@ -69,6 +69,34 @@ def run_command(
     _run(plan, model, draft, json_path, events, close)
 
 
+@study.command("probe")
+@click.option("--n", "traces", default=96, show_default=True, type=click.IntRange(1), help="Traces.")
+@_SEED
+@click.option("--model", help="Target model; the reference pair's by default.")
+@_JSON
+def probe_command(traces: int, seed: int, model: str | None, json_path: Path | None) -> None:
+    """When is the answer ready? Close strict traces of `chain` at every tenth of their length and grade what is said."""
+    import json
+
+    from rich.console import Console
+
+    from agentguard.policy import Policy
+    from agentguard.reference import reference_model
+    from agentguard.study import suites
+    from agentguard.study.command import with_stack
+    from agentguard.study.probe import run_probe
+    from agentguard.study.runner import StudyPlan, parse_arms
+    from agentguard.study.table import render_probe
+
+    check_writable("--json", json_path)
+    policy = Policy(model=model or str(reference_model("target")), draft=None if model else str(reference_model("draft")))
+    plan = StudyPlan(suites.get("chain"), parse_arms("strict"), traces, seed)
+    result = run(with_stack(policy, lambda stack: run_probe(plan, stack)))
+    Console().print(render_probe(result, f"chain, {result.traces} traces, seed {seed}: closed in a branch"))
+    if json_path is not None:
+        json_path.write_text(json.dumps({"suite": "chain", "seed": seed, "probe": result.as_json()}, indent=1) + "\n")
+
+
 @click.command()
 @click.option("--n", "sessions", default=12, show_default=True, type=click.IntRange(1), help="Sessions an arm.")
 @_SEED

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -31,8 +31,9 @@ if TYPE_CHECKING:
 
     from agentguard.policy import Policy
 
+T = TypeVar("T")
 ENGINE_END_S = 20.0
-__all__ = ["Outcome", "run_study", "write_json"]
+__all__ = ["Outcome", "run_study", "with_stack", "write_json"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,18 @@ async def run_study(
     if plan.guarded:
         return Outcome(plan, policy, [], events, await asyncio.to_thread(_guard_result, policy, events))
     return Outcome(plan, policy, await asyncio.to_thread(lambda: summarise(replay(events))), events)
+
+
+async def with_stack(policy: Policy, work: Callable[[Stack], Coroutine[Any, Any, T]]) -> T:
+    """Serve the policy's models while ``work`` runs, or raise how the engine ended."""
+    async with serve_stack(policy) as stack:
+        result: list[T] = []
+
+        async def keep() -> None:
+            result.append(await work(stack))
+
+        await _unless_engine_ends(stack, keep())
+        return result[0]
 
 
 def _guard_result(policy: Policy, events: Path) -> GuardResult:

@@ -8,6 +8,7 @@ from rich.table import Table
 
 from agentguard.economics.ratios import Ratio
 from agentguard.study.closing import Closing
+from agentguard.study.probe import ProbeResult
 from agentguard.study.results import ArmResult
 
 ARMS_A_TABLE = 3
@@ -42,6 +43,22 @@ def render_closing(rows: Sequence[Closing], title: str) -> Table:
         difference = "—" if row.difference is None else "{:+.1%} [{:+.1%}, {:+.1%}]".format(*row.difference)
         reasons = ", ".join(f"{reason} {n}" for reason, n in row.closed.items())
         table.add_row(row.mode, str(row.right), str(row.rescued), str(row.regressed), str(row.empty), reasons, difference)
+    return table
+
+
+def render_probe(result: ProbeResult, title: str) -> Table:
+    """A line for each fraction of the trace."""
+    signals = "  ".join(
+        f"{name}: AUC {value:.2f}"
+        for name, value in (("end marker", result.auc_end), ("entropy", result.auc_entropy))
+        if value is not None
+    )
+    median = "-" if result.ready_median is None else f"{result.ready_median:.0%}"
+    table = Table(title=title, caption=f"median trace is ready at {median} of its length; {signals}")
+    table.add_column("closed at")
+    table.add_column("right")
+    for fraction, right in result.right_at.items():
+        table.add_row(f"{float(fraction):.0%}", interval_text(right))
     return table
 
 

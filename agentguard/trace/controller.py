@@ -19,12 +19,17 @@ class Close:
 
 
 class Controller:
-    """One step. ``traces``: the session's think tokens a step so far; ``deadline_s``: seconds a step may think, None for no limit;
-    ``started``: the clock at its start; ``loops``: None switches loop detection off."""
+    """One step.
+
+    traces: the session's think tokens a step so far; started: the clock at its start; deadline_s: seconds a step may think, None
+    for no limit; loops: None switches loop detection off; ready: the probability of the end marker from which on a trace is
+    closed, None for never.
+    """
 
     def __init__(
-        self, cap: Cap, *, traces: Sequence[int], started: float, deadline_s: float | None = None, loops: LoopDetector | None = None
-    ) -> None:
+        self, cap: Cap, *, traces: Sequence[int], started: float, deadline_s: float | None = None,
+        loops: LoopDetector | None = None, ready: float | None = None,
+    ) -> None:  # fmt: skip
         self.cap = cap
         self._base = cap.growth
         # the session's own median; two steps before this one make a trend
@@ -32,13 +37,20 @@ class Controller:
         self._started = started
         self._deadline_s = deadline_s
         self._loops = loops
+        self._ready = ready
+        self._end = 0.0
         self._operator = ""
 
     def ask_to_close(self, why: str) -> None:
         """An operator's wish; it takes effect with the next tokens of the trace."""
         self._operator = why or "asked for"
 
+    def hear(self, end: float) -> None:
+        """The engine's tap: the probability the target gave its end marker in a round (`events.Verified.end`)."""
+        self._end = end
+
     def new_block(self) -> None:
+        self._end = 0.0
         if self._loops is not None:
             self._loops.reset()
 
@@ -52,6 +64,8 @@ class Controller:
                 return Close(CloseReason.LOOP, loop.detail, loop)
         if self._deadline_s is not None and now - self._started >= self._deadline_s:
             return Close(CloseReason.DEADLINE, f"thought for {now - self._started:.0f} s of {self._deadline_s:g} s")
+        if self._ready is not None and self._end >= self._ready:
+            return Close(CloseReason.READY, f"the end marker had a probability of {self._end:.2f}, asked for {self._ready:g}")
         growth = max(self._base, self._loops.score if self._loops is not None else 0.0)
         if self._median is not None:
             growth = max(growth, min(1.0, think / self._median - 1.0))

@@ -51,27 +51,34 @@ class Described:
 
     A row without a drafted token (-1) has p = strict = 0.
 
-    q is -1 where the drafter kept no probabilities; strict verification then accepts with probability p(x).
+    q is -1 where the drafter kept no probabilities; strict verification then accepts with probability p(x). end: the probability
+    of the end-of-think marker, -1 where it is unknown.
     """
 
     p: Tensor
     q: Tensor
     rank: Tensor
     strict: Tensor
+    end: Tensor
 
 
-def describe(logits: Tensor, q: Tensor | None, x: Tensor, greedy: Tensor) -> Described:
-    """logits: [rows, V] processed target logits; q: [rows, V] or None; x: [rows] int64, -1 for no token; greedy: [rows] bool."""
+def describe(logits: Tensor, q: Tensor | None, x: Tensor, greedy: Tensor, end: int | None = None) -> Described:
+    """logits: [rows, V] processed target logits; q: [rows, V] or None; x: [rows] int64, -1 for no token; greedy: [rows] bool; end:
+    the end-of-think marker's (first) token."""
     at = x.clamp_min(0).unsqueeze(-1)
     drafted = x >= 0
     lx = logits.gather(-1, at)
     size = max(1, CHUNK // logits.shape[-1])
     # p(x) relative to the row's maximum, as softmax does it: logits far from 0 lose nothing then
     relative, rank = torch.empty_like(lx), torch.empty_like(x)
+    closing = torch.full_like(lx, -1.0)
     for start in range(0, len(x), size):
         part = slice(start, start + size)
         top = logits[part].amax(-1, keepdim=True)
-        relative[part] = lx[part] - top - (logits[part] - top).exp_().sum(-1, keepdim=True).log_()
+        total = (logits[part] - top).exp_().sum(-1, keepdim=True).log_()
+        relative[part] = lx[part] - top - total
+        if end is not None:
+            closing[part] = (logits[part, end, None] - top - total).exp_()
         rank[part] = (logits[part] > lx[part]).sum(-1)
     p = torch.where(drafted, relative.exp().squeeze(-1), 0.0)
     if q is None:
@@ -79,7 +86,13 @@ def describe(logits: Tensor, q: Tensor | None, x: Tensor, greedy: Tensor) -> Des
     else:
         qx = q.gather(-1, at).squeeze(-1).to(p.dtype)
         strict = torch.where(qx > 0, p / qx, 0.0).clamp_max(1)
-    return Described(p, qx, rank, torch.where(greedy & drafted, (rank == 0).to(p.dtype), strict))
+    return Described(p, qx, rank, torch.where(greedy & drafted, (rank == 0).to(p.dtype), strict), closing.squeeze(-1))
+
+
+def entropy(logits: Tensor) -> Tensor:
+    """[rows] in nats, of [rows, V] logits; forbidden tokens (-inf) count nothing."""
+    log_p = logits.float().log_softmax(-1)
+    return -(log_p.exp() * log_p.nan_to_num(neginf=0.0)).sum(-1)
 
 
 def rows_of(

@@ -24,7 +24,7 @@ import torch
 
 from agentguard.events import RowFlag, Verified
 from engine_plugins import rules
-from engine_plugins.vllm.observe import Coins, Described, describe, rows_of
+from engine_plugins.vllm.observe import Coins, Described, describe, entropy, rows_of
 from engine_plugins.vllm.params import RequestParams
 from engine_plugins.vllm.phase import PhaseTracker, ThinkMarkers
 
@@ -104,7 +104,8 @@ class SeamV1:
         spans = list(zip([0, *ends[:-1]], ends, strict=True))
         step = _Step(ids, counts, requests, logits, drafts, q, torch.zeros_like(drafts), spans)
         self._mark(step, bound["sampling_metadata"])
-        described = describe(logits, q, drafts, step.flagged(RowFlag.GREEDY)) if listened else None
+        end = self._markers.end[0] if self._markers is not None else None
+        described = describe(logits, q, drafts, step.flagged(RowFlag.GREEDY), end) if listened else None
         self._coins.take()
         rewritten: list[rules.Rewritten] = []
         try:
@@ -199,6 +200,7 @@ class SeamV1:
             column.tolist()
             for column in (step.drafts, described.p, described.q, described.rank, described.strict, coins.float(), step.flags)
         ]
+        ends, uncertain = self._readiness(step, described.end, accepted)
         frames = []
         for i, (start, end) in enumerate(step.spans):
             if start == end:
@@ -213,10 +215,28 @@ class SeamV1:
                     drafted=end - start,
                     accepted=accepted[i],
                     rows=rows_of(accepted[i], *mine),
+                    end=ends[i],
+                    entropy=uncertain[i],
                 )
             )
         self._steps += 1
         self._tap.publish(time.time(), self._steps, frames)
+
+    def _readiness(self, step: _Step, end: torch.Tensor, accepted: list[int]) -> tuple[list[float], list[float]]:
+        """For each request, the highest probability of the end marker among the rows that were decided, and the entropy there."""
+        tops, at = [-1.0] * len(step.spans), [0] * len(step.spans)
+        values = end.tolist()
+        for i, (start, stop) in enumerate(step.spans):
+            decided = values[start : min(stop, start + accepted[i] + 1)]
+            if decided:
+                tops[i] = max(decided)
+                at[i] = start + decided.index(tops[i])
+        some = [i for i, top in enumerate(tops) if top >= 0]
+        nats = [-1.0] * len(tops)
+        if some:
+            for i, value in zip(some, entropy(step.logits[[at[i] for i in some]]).tolist(), strict=True):
+                nats[i] = value
+        return tops, nats
 
 
 def install(runner: Any, sampler_module: Any, *, default: RuleSpec, markers: ThinkMarkers | None, tap: Tap | None) -> SeamV1:
