@@ -12,13 +12,15 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from agentguard.engines.facts import Carrier
+from agentguard.trace.loops import Loop
 from agentguard.trace.markers import Family
 from agentguard.trace.tally import MarkerIds, find_last
 
 # what a continuation at token level takes over from its request: how tokens are drawn and what the answer must look like
 _DRAWN = (
     "model", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "presence_penalty", "frequency_penalty",
-    "repetition_penalty", "logit_bias", "bad_words", "response_format", "structured_outputs", "vllm_xargs", "priority",
+    "repetition_penalty", "logit_bias", "bad_words", "allowed_token_ids", "response_format", "structured_outputs", "vllm_xargs",
+    "priority", "cache_salt", "ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output",
 )  # fmt: skip
 CHARS_A_TOKEN = 3
 """A token of a note has at least so many characters, or so; used to keep it inside the window."""
@@ -37,12 +39,28 @@ class Behind:
     limit: int
 
 
-def without_loop(trace: Sequence[int], period: int) -> list[int]:
-    """The trace up to the second copy of what it ends with again and again; a loop that is replayed goes on looping."""
-    end = len(trace)
-    while end > period and trace[end - 1] == trace[end - 1 - period]:
-        end -= 1
-    return list(trace[:end])
+def without_copies(trace: list[int], text: str, loop: Loop) -> tuple[list[int], str]:
+    """The trace with the first copy of its loop; a loop that is replayed goes on looping. Of a run of garbage nothing is left.
+
+    A loop's unit is in tokens or in characters (`Loop.period`); the other of the two is shortened by the same share.
+    """
+    if loop.kind == "run":
+        return [], ""
+    if loop.kind == "period" and trace:
+        end = len(trace)
+        while end > loop.period and trace[end - 1] == trace[end - 1 - loop.period]:
+            end -= 1
+        return trace[:end], text[: len(text) * end // len(trace)]
+    kept = max(0, len(text) - loop.period * (loop.repeats - 1))
+    return trace[: len(trace) * kept // max(1, len(text))], text[:kept]
+
+
+def without_partial(trace: list[int], end: Sequence[int]) -> list[int]:
+    """The trace without the beginning of an end marker that a cut left behind."""
+    for length in range(len(end) - 1, 0, -1):
+        if tuple(trace[-length:]) == tuple(end[:length]):
+            return trace[:-length]
+    return trace
 
 
 def at_token_level(upstream: Mapping[str, Any], behind: Behind, ids: MarkerIds) -> tuple[list[int], dict[str, Any]]:
@@ -91,6 +109,7 @@ def fit(rendered: Sequence[int], behind: Behind, ids: MarkerIds) -> Fit:
     # what stands around the trace (newlines, markers) may differ, so the borders are left out of the comparison
     border = max(0, len(behind.prompt) - 4)
     same_prompt = list(rendered[:border]) == list(behind.prompt[:border])
-    closed = find_last(rendered[border:], ids.end) >= 0
-    long_enough = len(rendered) >= len(behind.prompt) + 0.8 * len(behind.trace)
+    at = find_last(rendered, ids.end)
+    long_enough = at >= len(behind.prompt) + 0.8 * len(behind.trace) - 4
+    closed = at > find_last(rendered, ids.start)
     return "fits" if same_prompt and closed and long_enough else "lost"

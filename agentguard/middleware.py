@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 import uuid
 from collections.abc import Mapping
@@ -22,7 +23,7 @@ from agentguard.economics.cells import CANCELLED
 from agentguard.economics.classes import Classes, is_side_call, kind_of
 from agentguard.economics.ledger import Ledger, ledger_of
 from agentguard.engines.base import Engine, EngineInfo, Stream
-from agentguard.errors import AgentGuardError, ConfigError, ContextLengthError, EngineDiedError, SessionLimitError
+from agentguard.errors import AgentGuardError, ConfigError, ContextLengthError, EngineDiedError, SessionLimitError, nearest
 from agentguard.events import (
     CompactionAdvised,
     EngineDied,
@@ -48,6 +49,7 @@ from agentguard.trace.markers import Family, Markers, generic, of_policy
 from agentguard.trace.tally import MarkerIds
 
 logger = structlog.get_logger(__name__)
+_DATA = re.compile(r"data:[\w/+.-]+;base64,[\w+/=]+")
 
 
 @dataclass(slots=True)
@@ -151,38 +153,42 @@ class Guard:
         budget, moved = request.budget
         session = self.sessions.get(identity)
         self._check_limits(session)
-        prompt = await self.engine.tokenize_chat({"model": self.info.model, **body})
+        first = session.steps_started == 0
+        number, request_id = session.next_step(), uuid.uuid4().hex  # before anything is awaited: parallel steps count too
+        try:
+            prompt = await self.engine.tokenize_chat({"model": self.info.model, **body})
+        except BaseException:
+            session.steps_started -= 1
+            raise
         length = len(prompt) if prompt is not None else self._estimate(body)
-        kind = kind_of(request.messages, session.steps_started + 1)
+        kind = kind_of(request.messages, number)
         workload = self._classes.name(self.info.model, route, kind)
-        side = is_side_call(
-            body, request.limit, session_used_tools=session.used_tools, first=session.steps_started == 0, marked=side
-        )
+        side = is_side_call(body, request.limit, session_used_tools=session.used_tools, first=first, marked=side)
         assigned = self.ledger.assign(str(identity), workload, pinned=asked, side=side)
-        cap = self._cap(request, budget, session, length, workload)
+        cap = self._cap(request, budget, session, length, workload, exact=prompt is not None)
         fingerprint = request.fingerprint()
         retries = session.cut.get(fingerprint, 0)
-        if retries and cap.bound_by is not Term.OFF:
+        if retries and not cap.off:
             # a deterministic server repeats the very trace that was cut, so it gets half the room, and then none
             cap = cap.limited(cap.think_cap // 2 if retries == 1 else 0, Term.RETRY)
         session.used_tools |= bool(request.tools)
-        number, request_id = session.next_step(), uuid.uuid4().hex
         self.ledger.started(request_id, assigned)
         started = time.perf_counter()
         controller = Controller(
-            cap, traces=session.traces, started=started, deadline_s=self.policy.cutoff.deadline_s,
+            cap, traces=session.traces, deadline_s=self.policy.cutoff.deadline_s,
             loops=LoopDetector() if self.policy.cutoff.loops else None, ready=self.policy.cutoff.ready,
         )  # fmt: skip
         xargs = {"ag_phase": self.policy.phase} | dict(request.vllm_xargs or {}) | {"ag_rule": assigned.rule}
+        upstream = self._upstream(request, cap, xargs, exact=prompt is not None)
         step = Step(
-            self.engine, request, self._upstream(request, cap, xargs), controller, request_id=request_id, session=identity.session,
-            prompt=prompt, prompt_tokens=length, family=self.family, ids=self._ids, usual_answer=session.usual_answer,
+            self.engine, request, upstream, controller, request_id=request_id, session=identity.session, prompt=prompt,
+            prompt_tokens=length, family=self.family, ids=self._ids, usual_answer=session.usual_answer,
             on_close=partial(self._closed, str(identity), number, request_id),
         )  # fmt: skip
         step.notes += [Note.BUDGET_MOVED] * moved + [Note.IDENTICAL_RETRY] * bool(retries)
         if moved:
             logger.warning("budget_alias", session=str(identity), budget=budget, remedy="send it as thinking_token_budget")
-        self._advise(reply, session, identity, number, request_id, length)
+        self._advise(reply, session, identity, number, request_id, length, side=side)
         self.running[request_id] = (identity, step)
         self.hub.publish(
             StepStarted(
@@ -218,7 +224,7 @@ class Guard:
                 finish_reason=step.finish_reason, estimated=step.estimated, ttlt_s=time.perf_counter() - started, error=error,
                 arm=assigned.arm, workload=assigned.workload, notes=list(step.notes), reported_think=step.reported_think,
             )  # fmt: skip
-            session.add(event, fingerprint)
+            session.add(event, fingerprint, side=side)
             self.hub.publish(event)
             self._alarm(session, number)
             try:
@@ -226,11 +232,12 @@ class Guard:
             except Exception as failure:  # counting must never break a client's stream
                 logger.error("economics_failed", request=request_id, error=repr(failure))
 
-    def _upstream(self, request: ChatRequest, cap: Cap, xargs: dict[str, Any]) -> dict[str, Any]:
+    def _upstream(self, request: ChatRequest, cap: Cap, xargs: dict[str, Any], *, exact: bool) -> dict[str, Any]:
         """The body for the engine: the client's own, with the step's limits in the form this server knows."""
-        body = request.forwarded() | {
-            "model": self.info.model, "max_tokens": cap.budget, "return_token_ids": True, "include_reasoning": True,
-        }  # fmt: skip
+        body = request.forwarded() | {"model": self.info.model, "return_token_ids": True, "include_reasoning": True}
+        # where the prompt's length is an estimate the client's own limit goes up, or the server's
+        if exact or request.limit is not None:
+            body["max_tokens"] = cap.budget if exact else request.limit
         limited = cap.bound_by is not Term.OFF
         if limited and self.engine.facts.plugin:
             xargs = xargs | {"ag_think_tokens": cap.think_cap}
@@ -238,28 +245,34 @@ class Guard:
             body["thinking_token_budget"] = cap.think_cap
         return body | {"vllm_xargs": xargs}
 
-    def _cap(self, request: ChatRequest, budget: int | None, session: Session, prompt: int, workload: str) -> Cap:
+    def _cap(self, request: ChatRequest, budget: int | None, session: Session, prompt: int, workload: str, *, exact: bool) -> Cap:
         cutoff = self.policy.cutoff
+        if not exact:  # a wrong estimate must not refuse a request or leave no room to think
+            prompt = min(prompt, self.info.max_model_len // 2)
         cap = think_cap(
             cutoff, window=self.info.max_model_len, prompt=prompt, limit=request.limit, answers=session.answers,
             growth=max(growth_pressure(session.traces), self.ledger.pressure(workload)), asked=budget,
         )  # fmt: skip
         room = self.info.max_model_len - prompt - cutoff.margin
         # an answer must fit, or the step would end without one; a window that is small itself asks for less
-        if room < min(cutoff.answer_floor, self.info.max_model_len // 8):
+        if exact and room < min(cutoff.answer_floor, self.info.max_model_len // 8):
             raise ContextLengthError(prompt, self.info.max_model_len, max(0, room))
         return cap
 
     def _estimate(self, body: Mapping[str, Any]) -> int:
-        """A prompt's tokens on a server that cannot tell: its characters by the server's usual rate."""
+        """A prompt's tokens on a server that cannot tell: its characters by the server's usual rate, pictures and other data left
+        out."""
         asked = {k: body[k] for k in ("messages", "tools") if body.get(k)}
-        return max(1, round(len(json.dumps(asked, ensure_ascii=False, default=str)) / self.engine.facts.chars_per_token))
+        text = _DATA.sub("", json.dumps(asked, ensure_ascii=False, default=str))
+        return max(1, round(len(text) / self.engine.facts.chars_per_token))
 
-    def _advise(self, reply: Reply, session: Session, identity: Identity, number: int, request_id: str, prompt: int) -> None:
+    def _advise(
+        self, reply: Reply, session: Session, identity: Identity, number: int, request_id: str, prompt: int, *, side: bool
+    ) -> None:
         """Tell the client to compact before its next prompt passes the cutoff of the window."""
         window, expected = self.info.max_model_len, session.expected_prompt(prompt)
         reply.request, reply.fill = request_id, prompt / window
-        reply.compact = expected >= self.policy.cutoff.f_min * window
+        reply.compact = not side and expected >= self.policy.cutoff.f_min * window
         if reply.compact:
             self.hub.publish(
                 CompactionAdvised(
@@ -294,6 +307,9 @@ class Guard:
 
     def _asked_rule(self, request: ChatRequest) -> str:
         """The rule a request names itself, with its filter written out; "" for none."""
+        for key in request.vllm_xargs or {}:
+            if key.startswith("ag_") and key not in ("ag_rule", "ag_phase"):
+                raise ConfigError(f"vllm_xargs.{key}", (request.vllm_xargs or {})[key], nearest(key, ("ag_rule", "ag_phase")))
         rule = (request.vllm_xargs or {}).get("ag_rule")
         if rule is None:
             return ""

@@ -36,6 +36,8 @@ class ChatRequest(BaseModel):
     vllm_xargs: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
+    temperature: float | None = None
+    seed: int | None = None
 
     @classmethod
     def read(cls, body: Mapping[str, Any]) -> ChatRequest:
@@ -80,9 +82,18 @@ class ChatRequest(BaseModel):
         return body
 
     def fingerprint(self) -> str:
-        """Equal for requests that ask the same; how the reply is delivered does not count."""
+        """Equal for requests that ask the same and would get the same reply; how it is delivered does not count. "" for a request
+        that is sampled without a seed or that brings its own think budget: to repeat that one is a client's good right."""
+        if (self.temperature != 0 and self.seed is None) or self.budget[0] is not None:
+            return ""
         body = {k: v for k, v in self.model_dump(exclude_unset=True).items() if k not in _NOT_THE_QUESTION}
         return hashlib.sha256(json.dumps(body, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+    @property
+    def thinking_off(self) -> bool:
+        """The client asks for no thinking, in one of the usual ways."""
+        extra = self.model_extra or {}
+        return (self.chat_template_kwargs or {}).get("enable_thinking") is False or extra.get("reasoning_effort") == "none"
 
     def tool_names(self) -> list[str]:
         functions = [t.get("function") for t in self.tools or () if isinstance(t, dict)]

@@ -24,6 +24,9 @@ class Identity:
         return f"{self.caller}/{self.session}" if self.caller else self.session
 
 
+_CUT_BY_US = (CloseReason.BUDGET, CloseReason.RESERVE, CloseReason.LOOP)
+
+
 @dataclass(frozen=True, slots=True)
 class Alarm:
     """A meter at its soft limit, or at its limit (``stop``: no further step)."""
@@ -63,18 +66,23 @@ class Session:
         self.steps_started += 1
         return self.steps_started
 
-    def add(self, step: StepFinished, fingerprint: str = "") -> None:
+    def add(self, step: StepFinished, fingerprint: str = "", *, side: bool = False) -> None:
+        """``fingerprint``: of a request whose repetition would repeat the trace, "" for others; ``side``: a call beside the agent's
+        own work, whose prompt says nothing about its context."""
         self.finished.append(step)
         del self.finished[: -self.kept]
         self.tokens += step.tokens
         self.think_tokens += step.think_tokens
         self.closes += bool(step.closed)
-        self.prompts.append(step.prompt_tokens)
+        if not side:
+            self.prompts.append(step.prompt_tokens)
         if step.error:
             return
         fruitless = step.closed == CloseReason.LOOP or Note.EMPTY_ANSWER in step.notes or Note.IDENTICAL_RETRY in step.notes
         self.idle = self.idle + 1 if fruitless else 0
-        if fingerprint and (step.closed or step.empty_answer or step.finish_reason == "length"):
+        if not self.idle:
+            self.warned = {key for key in self.warned if key[0] != "no_progress"}
+        if fingerprint and (step.closed in _CUT_BY_US or Note.EMPTY_ANSWER in step.notes):
             self.cut[fingerprint] = self.cut.pop(fingerprint, 0) + 1
             while len(self.cut) > 16:
                 self.cut.popitem(last=False)
@@ -97,7 +105,8 @@ class Session:
     def expected_prompt(self, prompt: int) -> int:
         """The next step's prompt: this one and the largest growth a step of this session has had."""
         lengths = [*self.prompts, prompt]
-        return prompt + max((b - a for a, b in itertools.pairwise(lengths)), default=0)
+        # a prompt twice the former one is another conversation under the same id, not growth
+        return prompt + max((b - a for a, b in itertools.pairwise(lengths) if b <= 2 * a), default=0)
 
     @property
     def answers(self) -> list[int]:

@@ -6,6 +6,7 @@ reason, the usage of all parts together, and an answer or a line that says why t
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -15,10 +16,10 @@ from typing import Any, Literal
 
 import structlog
 
-from agentguard.continuation import Behind, as_note, at_token_level, fit, through_template, without_loop
+from agentguard.continuation import Behind, as_note, at_token_level, fit, through_template, without_copies, without_partial
 from agentguard.engines.base import Chunk, Engine, Stream
 from agentguard.engines.facts import Carrier
-from agentguard.errors import EngineDiedError, EngineError, EngineRequestError
+from agentguard.errors import EngineDiedError, EngineError
 from agentguard.events import Note
 from agentguard.requests import ChatRequest
 from agentguard.trace.controller import Close, Controller
@@ -79,7 +80,7 @@ class Step:
         self._clock = clock
         # one token over the limit, and the transition the server may write before the marker
         self._slack = 1 + (len(ids.closing) - len(ids.end) if ids is not None else 0)
-        self._off = controller.cap.bound_by is Term.OFF
+        self._off = controller.cap.off
         self._limit = controller.cap.think_cap
         self._ids: list[int] = []
         self._trace: list[str] = []
@@ -90,9 +91,10 @@ class Step:
         self._stop_reason: int | str | None = None
         self._shape: Chunk = {}
         self._usage: Chunk | None = None
-        self._totals: list[int] = []
         self._splitter: Splitter | None = None
         self._separates = False
+        self._inline = False
+        self._misfiled: list[str] = []
         self._new_ids: list[int] = []
         self._new_text = ""
         self.given = 0
@@ -100,7 +102,10 @@ class Step:
         if prompt is not None and ids is not None:
             self.tally = self._open(prompt, ids)
         else:
-            self.tally = TextTally(engine.facts.chars_per_token, opened=bool(family.opened))
+            # a server that hides its reasoning looks like one that streams it as content, so content is believed to be a trace
+            # only where that has been seen
+            opened = bool(family.opened) and engine.facts.inline and not request.thinking_off
+            self.tally = TextTally(engine.facts.chars_per_token, opened=opened)
         # a stock server counts what the prompt opened towards the budget, the guard counts what the model wrote
         if "thinking_token_budget" in upstream:
             upstream["thinking_token_budget"] += self.given
@@ -118,10 +123,23 @@ class Step:
         cut: Close | None = None
         last: Chunk | None = None
         async with aclosing(self._engine.chat(self._upstream, self.request_id, self._session)) as chunks:
-            async for chunk in chunks:
+            while True:
+                try:
+                    async with asyncio.timeout(self._patience()):
+                        chunk = await anext(chunks, None)
+                except TimeoutError:
+                    if not self.controller.overdue(self._clock()):
+                        raise
+                    cut = self.controller.deadline()  # a stream that stalls inside its trace
+                    break
+                if chunk is None:
+                    break
                 shown = self._take(chunk)
                 if shown is None:
                     continue
+                if last is not None:  # some servers go on behind a finish reason
+                    yield _unfinished(last)
+                    last = None
                 if shown["choices"][0].get("finish_reason"):
                     last = shown
                     continue
@@ -129,9 +147,14 @@ class Step:
                 yield shown
                 if cut is not None:
                     break
+        self._read_held()
+        if cut is None and self._pending is not None and self.tally.inside:
+            cut = self._pending  # ordered, and the stream ended before it came
+        if cut is None and last is None and self.finish_reason:
+            last = _choice(self._shape, {}, self.finish_reason)
         if cut is None and last is None:
             raise EngineError(f"engine {self._engine.name} ended request {self.request_id} without a finish reason")
-        self.tally.finish(stopped=cut is None and self._turn_ended)
+        self.tally.finish(stopped=last is not None and self._turn_ended)
         if last is not None:
             self._settle()
         if cut is not None or self._needs_answer():
@@ -145,6 +168,13 @@ class Step:
         assert last is not None
         yield last
         yield self._final_usage()
+
+    def _patience(self) -> float | None:
+        """Seconds to wait for the next chunk: until the deadline while the trace is open, else as long as the engine's client."""
+        if self._off or not self.tally.inside or self._answered or self._tools:
+            return None
+        left = self.controller.time_left(self._clock())
+        return None if left is None else max(0.0, left) + 0.001
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
@@ -162,16 +192,29 @@ class Step:
             self.prompt_tokens = len(self._prompt)
             if self._marker_ids is not None:
                 self.tally = self._open(self._prompt, self._marker_ids)
-        if not chunk.get("choices"):
+        if chunk.get("usage") or chunk.get("metrics"):
             self._take_usage(chunk)
+            chunk = {k: v for k, v in chunk.items() if k not in ("usage", "metrics")}  # it comes once, at the end
+        if not chunk.get("choices"):
             return None
         if not self._shape:
             self._shape = {k: chunk[k] for k in ("id", "object", "created", "model", "system_fingerprint") if k in chunk}
         choice = chunk["choices"][0]
+        self._normalise(choice)
         self._read(choice)
         if choice.get("finish_reason"):
             self.finish_reason, self._stop_reason = choice["finish_reason"], choice.get("stop_reason")
         return _public(chunk, self._request)
+
+    @staticmethod
+    def _normalise(choice: Mapping[str, Any]) -> None:
+        """What some servers write otherwise: content as a list of parts, tool calls without an index."""
+        delta = choice.get("delta") or {}
+        if isinstance(delta.get("content"), list):
+            parts = [part for part in delta["content"] if isinstance(part, dict)]
+            delta["content"] = "".join(str(part.get("text") or "") for part in parts)
+        for number, call in enumerate(delta.get("tool_calls") or ()):
+            call.setdefault("index", number)
 
     def _read(self, choice: Mapping[str, Any]) -> None:
         ids = list(choice.get("token_ids") or ())
@@ -179,12 +222,12 @@ class Step:
         reasoning = delta.get("reasoning") or delta.get("reasoning_content") or ""
         content = delta.get("content") or ""
         self._separates = self._separates or bool(reasoning)
-        self._tools = self._tools or bool(delta.get("tool_calls"))
+        self._tools = self._tools or _calls(delta)
         tally = self.tally
         was_inside = tally.inside
         if isinstance(tally, Tally):
-            if not ids and (reasoning or content):
-                # the server does not stream ids after all: everything so far was without text
+            if not ids and not self._ids and (reasoning or content):
+                # the server tells a prompt's ids and streams none
                 tally = self.tally = TextTally(self._engine.facts.chars_per_token, opened=tally.inside)
             else:
                 tally.feed(ids)
@@ -214,20 +257,36 @@ class Step:
                 opened=still_inside and not self._separates,
                 special_tokens=self._family.special or self._separates,
             )
+        was_open = self._splitter.inside
         segments = self._splitter.feed(content)
-        return (
-            reasoning + "".join(text for kind, text in segments if kind == "think"),
-            "".join(text for kind, text in segments if kind == "answer"),
-        )
+        thought = "".join(text for kind, text in segments if kind == "think")
+        self._inline = self._inline or (bool(thought) and not self._separates)
+        if self._inline and was_open and not self._splitter.inside:
+            self._engine.facts.inline = True
+        return reasoning + thought, "".join(text for kind, text in segments if kind == "answer")
+
+    def _read_held(self) -> None:
+        """The stream has ended: what looked like the beginning of a marker was none."""
+        if self._splitter is None:
+            return
+        for kind, text in self._splitter.finish():
+            self._answered = self._answered or (kind == "answer" and bool(text.strip()))
 
     def _left_block(self) -> None:
         """A block ended in the stream: by itself, or because the engine closed it."""
         if self._pending is not None:
             self._report(self._pending, "engine")
             self._pending = None
-        elif not self._off and self._in_engine and self._reached():
-            cap = self.controller.cap
+        elif self.closed is None and self._sent and self._in_engine and self._reached():
+            cap, facts = self.controller.cap, self._engine.facts
+            if not facts.plugin and facts.budget == "unknown":
+                facts.budget = "works"
             self._report(Close(cap.bound_by.reason, f"cap {self._limit} ({cap.bound_by})"), "engine")
+
+    @property
+    def _sent(self) -> bool:
+        """The engine was told a limit."""
+        return not self._off or self.controller.cap.bound_by is Term.CLIENT
 
     def _reached(self) -> bool:
         if self._engine.facts.plugin:
@@ -248,7 +307,6 @@ class Step:
             self.accepted = (self.accepted or 0) + spec["num_accepted_draft_tokens"]
         if chunk.get("usage"):
             self._usage = chunk
-            self._totals.append(chunk["usage"].get("completion_tokens") or 0)
 
     def _settle(self) -> None:
         """Compare with the engine's own counters at the end of a stream that was read to its end."""
@@ -279,14 +337,16 @@ class Step:
         """Ask the controller about what has come, and order a close in the engine; a verdict that is returned cuts the stream."""
         ids, text, self._new_ids, self._new_text = self._new_ids, self._new_text, [], ""
         tally = self.tally
-        if self._off or self.continued or not tally.inside or self._answered or self._tools:
+        if (self._off and not self.controller.wanted) or not tally.inside or self._answered or self._tools:
             return None
         if self._pending is not None:
             return self._pending if tally.think >= self._pending_at + WAIT else None
         close = self.controller.watch(ids, text, think=tally.think, now=self._clock())
         cap, facts = self.controller.cap, self._engine.facts
         if close is None:
-            if facts.plugin and cap.think_cap < self._limit and tally.think >= 0.7 * cap.think_cap:
+            # the pressure moves with every token; the engine is told once the close is near, and of steps of 1 %
+            near = tally.think >= cap.think_cap - WAIT
+            if facts.plugin and near and self._limit - cap.think_cap >= max(4, self._limit // 100):
                 await self._order(cap.think_cap)
             return None
         if close.reason in _BY_CAP:
@@ -294,11 +354,15 @@ class Step:
                 return None
             if not self._in_engine or cap.think_cap < self._limit:
                 return close
-            if tally.think < self._limit + self._slack:
-                return None  # the engine closes it, within the round
-            facts.budget = "ignored"
-            self._note(Note.BUDGET_IGNORED)
-            return close
+            # a stock server counts each block anew, so the blocks of a step together may pass the cap without its fault
+            own = tally.think if facts.plugin else tally.block
+            if own >= self._limit + self._slack:
+                if facts.budget == "unknown":
+                    facts.budget = "ignored"
+                self._note(Note.BUDGET_IGNORED)
+                return close
+            # at the limit the engine closes it, within the round
+            return None if own >= self._limit or facts.plugin or tally.think < self._limit + self._slack else close
         if close.loop is not None and close.loop.kind == "run":
             return close  # a run of garbage must not stand before the answer, so the trace is left out
         if facts.plugin and await self._order(0):
@@ -334,45 +398,47 @@ class Step:
     def _needs_answer(self) -> bool:
         """A step without an answer goes on, unless the client's own stop ended it."""
         stopped_by_client = self.finish_reason == "stop" and self._stop_reason is not None
-        return self.empty and not self._off and not stopped_by_client
+        ended = self.finish_reason in ("stop", "length", "tool_calls")  # and not by a content filter, say
+        return self.empty and ended and not self._off and not stopped_by_client
 
     async def _go_on(self, cut: Close | None) -> Stream:
         """The answer behind a trace that was cut, or behind one the model left without an answer."""
         if cut is None and self._turn_ended and self.tally.inside:
             self._note(Note.NO_CLOSE_TAG)
-        if cut is not None and self.rounds is None:
-            self.drafted = self.accepted = None  # a cut stream has no counters
         behind = self._behind(cut)
-        if self.tally.inside:
-            self.tally.markers += len(self._marker_ids.closing) if self._marker_ids is not None else 1
-            self.tally.close()
+        open_trace = self.tally.inside
+        self.tally.close()
         self.continued = True
+        self._pending = None
         how: How = "none"
         self.finish_reason = ""
-        if behind.limit > 0:
-            async for kind, body, prompt in self._ways(behind):
-                chunks = (
-                    self._engine.complete(prompt, body, f"{self.request_id}-answer")
-                    if prompt is not None
-                    else self._engine.chat(body, f"{self.request_id}-answer", self._session)
-                )
-                try:
-                    async with aclosing(chunks):
-                        async for chunk in chunks:
-                            shown = self._take_answer(chunk)
-                            how = kind
-                            if shown is not None:
+        try:
+            if open_trace and self._inline:
+                # the client reads the trace in the content, so it has to see its end there
+                yield _choice(self._shape, {"content": self._family.closing}, None)
+            if behind.limit > 0:
+                async for kind, body, prompt in self._ways(behind):
+                    try:
+                        async with aclosing(self._way(kind, body, prompt)) as chunks:
+                            async for shown in chunks:
+                                how = kind
                                 yield shown
-                except EngineRequestError as error:
-                    if how != "none" or error.status not in (400, 404, 405, 422, 501):
+                    except EngineDiedError:
                         raise
-                    logger.warning("continuation_refused", request=self.request_id, way=kind, error=str(error)[:200])
-                    if kind == "chat":
-                        self._engine.facts.carrier = "unknown"
-                    continue
-                break
-        if cut is not None:
-            self._report(cut, how)
+                    except EngineError as error:
+                        if how != "none":
+                            raise
+                        logger.warning("continuation_failed", request=self.request_id, way=kind, error=str(error)[:200])
+                        if kind == "chat":
+                            self._engine.facts.carrier = "unknown"
+                        continue
+                    break
+        finally:
+            if cut is not None:
+                self._report(cut, how)
+                self.rounds = self.drafted = self.accepted = None  # a cut stream has no counters, and a part of them is none
+            if open_trace and how in ("tokens", "chat"):
+                self.tally.markers += len(self._marker_ids.closing) if self._marker_ids is not None else 1
         self.tally.finish(stopped=self._turn_ended)
         if isinstance(self.tally, TextTally):
             self.estimated = True
@@ -384,16 +450,32 @@ class Step:
             yield _choice(self._shape, {"content": NO_ANSWER}, None)
         self.finish_reason = self.finish_reason or "length"
 
+    async def _way(self, kind: How, body: dict[str, Any], prompt: list[int] | None) -> Stream:
+        """One way of going on, as the client sees it."""
+        name = f"{self.request_id}-answer"
+        chunks = self._engine.complete(prompt, body, name) if prompt is not None else self._engine.chat(body, name, self._session)
+        # behind a note the model may think again, and where its template opens the block it does
+        known = kind != "note" and isinstance(self.tally, Tally)
+        async with aclosing(chunks):
+            async for chunk in chunks:
+                shown = self._take_answer(chunk, known=known)
+                if shown is not None:
+                    yield shown
+        if self._misfiled:
+            text, self._misfiled = "".join(self._misfiled), []
+            if self.empty:  # nothing but reasoning came: it is the answer, misfiled
+                self._answered = bool(text.strip())
+                yield _public(_choice(self._shape, {"content": text}, None), self._request)
+
     def _behind(self, cut: Close | None) -> Behind:
         trace = list(self._ids)
-        if cut is None and self._turn_ended and trace:
+        if self._turn_ended and trace:
             trace.pop()
         text = "".join(self._trace)
+        if self._marker_ids is not None and self.tally.inside:
+            trace = without_partial(trace, self._marker_ids.end)
         if cut is not None and cut.loop is not None:
-            if cut.loop.kind == "run":
-                trace, text = [], ""
-            elif isinstance(self.tally, Tally):
-                trace = without_loop(trace, cut.loop.period)
+            trace, text = without_copies(trace, text, cut.loop)
         cap = self.controller.cap
         marker = 1 if self._marker_ids is None else len(self._marker_ids.closing)
         left = cap.budget - self.tally.total - (marker if self.tally.inside else 0)
@@ -410,7 +492,8 @@ class Step:
         if xargs:
             upstream["vllm_xargs"] = xargs
         exact = bool(behind.prompt) and isinstance(self.tally, Tally)
-        if exact and not self._request.tools and self._marker_ids is not None:
+        plain = not self._request.tools and not upstream.get("logprobs")
+        if exact and plain and self._marker_ids is not None:
             prompt, body = at_token_level(upstream, behind, self._marker_ids)
             yield "tokens", body, prompt
         if behind.text:
@@ -422,6 +505,8 @@ class Step:
         if self._engine.facts.budget in ("unknown", "works"):
             body["thinking_token_budget"] = 0
         yield "note", body, None
+        # a server that refuses the switches for thinking
+        yield "note", {k: v for k, v in body.items() if k not in ("chat_template_kwargs", "reasoning_effort")}, None
 
     def _carriers(self) -> tuple[Carrier, ...]:
         known = self._engine.facts.carrier
@@ -436,7 +521,9 @@ class Step:
             return True
         try:
             rendered = await self._engine.tokenize_chat(body)
-        except EngineRequestError:
+        except EngineDiedError:
+            raise
+        except EngineError:
             return False
         if rendered is None:
             return True
@@ -447,37 +534,56 @@ class Step:
             self._engine.facts.carrier = ""
         return good
 
-    def _take_answer(self, chunk: Chunk) -> Chunk | None:
-        """A chunk of a continuation, spliced: the first part's id, no second role, and what a server misfiles as reasoning is the
-        answer it is, as long as no new block was opened."""
-        if not chunk.get("choices"):
+    def _take_answer(self, chunk: Chunk, *, known: bool) -> Chunk | None:
+        """A chunk of a continuation, spliced: the first part's id, no second role.
+
+        Some servers file what follows a closed block as reasoning (antirez/ds4#897). Where the block is ``known`` to be closed,
+        that is the answer; elsewhere it is held back until it is clear that nothing else comes.
+        """
+        if chunk.get("usage") or chunk.get("metrics"):
             self._take_usage(chunk)
+        if chunk.get("prompt_token_ids") and not known and self._marker_ids is not None and isinstance(self.tally, Tally):
+            again = chunk["prompt_token_ids"]
+            self.tally.inside = find_last(again, self._marker_ids.start) > find_last(again, self._marker_ids.end)
+        if not chunk.get("choices"):
             return None
         choice = dict(chunk["choices"][0])
+        self._normalise(choice)
         ids = list(choice.get("token_ids") or ())
         delta = dict(choice.get("delta") or {})
         if "text" in choice:
             delta = {"content": choice["text"] or ""}
         delta.pop("role", None)
+        inside = self.tally.inside
         if isinstance(self.tally, Tally):
             self.tally.feed(ids)
-        inside = isinstance(self.tally, Tally) and self.tally.inside
+            inside = inside or self.tally.inside
+        content = delta.get("content") or ""
+        self._tools = self._tools or _calls(delta)
+        reasoning = "".join(delta.get(key) or "" for key in ("reasoning", "reasoning_content"))
         if inside:
             self._note(Note.THINKS_AGAIN)
-        else:
-            misfiled = "".join(delta.pop(key, None) or "" for key in ("reasoning", "reasoning_content"))
-            if misfiled:
-                delta["content"] = misfiled + (delta.get("content") or "")
-        content = delta.get("content") or ""
+        if reasoning and not inside:
+            for key in ("reasoning", "reasoning_content"):
+                delta.pop(key, None)
+            if known:
+                content = delta["content"] = reasoning + content
+            else:
+                self._misfiled.append(reasoning)
+        self._answered = self._answered or bool(content.strip() and not (inside and self.tally.inside))
+        if self._misfiled and (self._answered or self._tools):
+            delta["reasoning"], self._misfiled = "".join(self._misfiled), []
+            self._note(Note.THINKS_AGAIN)
         if isinstance(self.tally, TextTally):
-            self.tally.feed_text("", content)
-        self._answered = self._answered or (bool(content.strip()) and not inside)
-        self._tools = self._tools or bool(delta.get("tool_calls"))
+            self.tally.feed_answer(content)
         if choice.get("finish_reason"):
             self.finish_reason, self._stop_reason = choice["finish_reason"], choice.get("stop_reason")
         if not ids and not any(delta.values()):
             return None
-        return _public(_choice(self._shape, delta, None, ids or None), self._request)
+        shown = _choice(self._shape, delta, None, ids or None)
+        if "text" not in choice and choice.get("logprobs"):
+            shown["choices"][0]["logprobs"] = choice["logprobs"]
+        return _public(shown, self._request)
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -502,6 +608,11 @@ class Step:
         usage["completion_tokens_details"] = {"reasoning_tokens": self.tally.think}
         rest = {k: v for k, v in (self._usage or {}).items() if k not in ("id", "created", "model")}
         return {**rest, **self._shape, "choices": [], "usage": usage}
+
+
+def _calls(delta: Mapping[str, Any]) -> bool:
+    """A delta that says something other than text: tool calls, and what else is neither content nor reasoning."""
+    return any(value for key, value in delta.items() if key not in ("role", "content", "reasoning", "reasoning_content"))
 
 
 def _public(chunk: Chunk, request: ChatRequest) -> Chunk:

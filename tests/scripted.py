@@ -79,6 +79,7 @@ class Script:
     window: int | None = 1000
     budget: int | None = None
     status: int = 200
+    message: str = "scripted refusal"
     hang_up: bool = False
     hold: asyncio.Event | None = None
     prompt: list[int] = field(default_factory=lambda: [5, 6, START])
@@ -139,7 +140,7 @@ async def upstream(script: Script) -> AsyncIterator[str]:
         body = await request.json()
         script.seen.append((request.url.path, body, dict(request.headers)))
         if script.status != 200:
-            return JSONResponse({"error": {"message": "scripted refusal", "code": script.status}}, script.status)
+            return JSONResponse({"error": {"message": script.message, "code": script.status}}, script.status)
         refused = [name for name in script.refuses if name in body]
         if refused:
             script.seen.pop()

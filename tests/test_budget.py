@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine_plugins.vllm.budget import Budget, BudgetHolder, Closing, matches
+from agentguard.request_ids import client_id
+from engine_plugins.vllm.budget import Budget, BudgetHolder, Closing
 from engine_plugins.vllm.phase import PhaseTracker, ThinkMarkers
 
 START, END, OTHER = 1, 2, tuple(range(10, 16))
@@ -155,14 +156,14 @@ def test_forced_text_without_the_marker_is_a_transition() -> None:
 
 
 @pytest.mark.parametrize(
-    ("engine_id", "yes"),
+    ("engine_id", "client"),
     [
-        ("chatcmpl-abc12345-0123abcd", True), ("cmpl-abc12345-0-0123abcd", True), ("abc12345-0123abcd", True), ("abc12345", True),
-        ("chatcmpl-abc123456-0123abcd", False), ("chatcmpl-xabc12345-0123abcd", False), ("chatcmpl-abc1234-0123abcd", False),
+        ("chatcmpl-abc12345-0123abcd", "abc12345"), ("cmpl-abc12345-0-0123abcd", "abc12345"), ("abc12345", "abc12345"),
+        ("chatcmpl-a-b-7-0123abcd", "a-b-7"), ("0_chatcmpl-abc12345-0123abcd", "abc12345"), ("chatcmpl-x", "chatcmpl-x"),
     ],
 )  # fmt: skip
-def test_a_request_is_found_by_the_id_its_client_gave(engine_id: str, yes: bool) -> None:
-    assert matches(engine_id, "abc12345") is yes
+def test_a_request_is_known_by_the_id_its_client_gave(engine_id: str, client: str) -> None:
+    assert client_id(engine_id) == client
 
 
 class Runner:
@@ -228,7 +229,7 @@ def test_stock_writes_a_batch_without_drafts_into_its_first_row() -> None:
 
 def test_a_request_admitted_without_a_budget_can_be_closed_and_a_preempted_one_stays_closed() -> None:
     runner, made = holder()
-    output = runner.add("chatcmpl-abcdefgh-1", [START])
+    output = runner.add("chatcmpl-abcdefgh-0123abcd", [START])
     made.sync_batch(ADDED)
     assert not made.has_tracked_requests()
     output += [10, 11, 12]
@@ -243,14 +244,15 @@ def test_a_request_admitted_without_a_budget_can_be_closed_and_a_preempted_one_s
     made.sync_batch(ADDED)
     made.update_state([], [[10]])
     assert rows(made, 1, bonus=False, drafts=[[10]]) == []
-    runner.input_batch.req_ids.append("chatcmpl-abcdefgh-1")
+    runner.input_batch.req_ids.append("chatcmpl-abcdefgh-0123abcd")
     runner.place()
     made.sync_batch(ADDED)
     output += [10, 11]
     other += [10]
     made.update_state([], [[10], [10]])
     assert rows(made, 2, bonus=False, drafts=[[10], [10]]) == [1]
-    assert made.set_total("nobody12", 5) == {"found": False}
+    for stranger in ("nobody12", "chatcmpl", "abcdefg"):
+        assert made.set_total(stranger, 5) == {"found": False}
 
 
 def test_an_id_used_again_is_a_new_request() -> None:

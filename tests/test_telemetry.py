@@ -10,7 +10,8 @@ import zmq.asyncio
 
 from agentguard.errors import ConfigError
 from agentguard.events import DraftRows, EngineDied, Event, StepFinished, VerificationStep, Verified, decode_json, encode_json
-from agentguard.telemetry.engine_source import engine_source, our_request_id
+from agentguard.request_ids import client_id
+from agentguard.telemetry.engine_source import engine_source
 from agentguard.telemetry.hub import Hub
 from agentguard.telemetry.recorder import TELEMETRY_BACKLOG, Recorder, record, replay
 from engine_plugins.vllm.tap import HIGH_WATER, Tap
@@ -51,7 +52,7 @@ def test_a_field_we_do_not_know_is_skipped() -> None:
     ],
 )
 def test_request_ids_of_the_engine_are_ours_again(engine_id: str, ours: str) -> None:
-    assert our_request_id(engine_id) == ours
+    assert client_id(engine_id) == ours
 
 
 async def test_a_slow_subscriber_loses_the_oldest_and_knows_it() -> None:

@@ -13,9 +13,12 @@ from typing import Any
 import httpx2
 import pytest
 
-from agentguard.errors import SessionLimitError
+from agentguard.continuation import without_copies, without_partial
+from agentguard.errors import ConfigError, EngineRequestError, SessionLimitError
 from agentguard.events import Note, SessionAlarm, TraceClosed
 from agentguard.session import Identity
+from agentguard.trace import Splitter
+from agentguard.trace.loops import Loop
 from tests.scripted import END, START, STOP, USAGE, A, B, Script, chunk, ids_of, text_chunk, thinking
 from tests.test_guard import ASK, ME, Rig, rig, text
 
@@ -212,10 +215,12 @@ async def test_16_meters_of_a_session_warn_and_stop_and_an_operator_lets_it_go_o
 async def test_16_steps_that_bring_nothing_raise_the_alarm() -> None:
     async with rig(runaway(), limits={"no_progress": 3, "stop_without_progress": True}) as r:
         for _ in range(4):
-            await r.step(BIG)  # the same request, cut each time: three repeats
+            await r.step({**BIG, "temperature": 0})  # the same request, cut each time: three repeats
         assert [(e.meter, e.value) for e in r.events if isinstance(e, SessionAlarm)] == [("no_progress", 3)]
         with pytest.raises(SessionLimitError, match="no_progress"):
             await r.step(BIG)
+        r.guard.raise_limit("me", "no_progress", 1)
+        await r.step(BIG)
 
 
 @pytest.mark.parametrize(
@@ -526,3 +531,183 @@ async def test_a_closed_step_streams_like_any_other() -> None:
         assert ": agentguard closed=budget notes=backend_ignored_budget" in reply.text
         assert reply.text.endswith("data: [DONE]\n\n")
         assert reply.headers["x-agentguard-request"] == r.finished().request
+
+
+# -- what a review found ------------------------------------------------------------------------------------------------------
+
+
+async def test_one_client_s_refusal_teaches_the_guard_nothing_about_others() -> None:
+    """A 400 that quotes names of fields, and one about a field the client itself sent."""
+    quoting = Script(status=400)
+    async with rig(quoting) as r:
+        for message in ("temperature='vllm_xargs return_token_ids' is unsupported", "min_tokens is not supported here"):
+            quoting.message = message
+            with pytest.raises(EngineRequestError):
+                await r.step({**ASK, "min_tokens": 3})
+        assert r.guard.engine.facts.dropped == set()
+        with pytest.raises(ConfigError, match="known: ag_phase, ag_rule"):
+            await r.step({**ASK, "vllm_xargs": {"ag_foo": 1}})
+
+
+async def test_reasoning_behind_a_note_is_not_the_answer() -> None:
+    """R1's template opens the block whatever enable_thinking says."""
+    again = [
+        chunk([], reasoning="secret "),
+        chunk([], reasoning="thought"),
+        chunk([], content="b"),
+        chunk([], finish="stop"),
+        USAGE,
+    ]
+    async with rig(runaway(again=again, chat=[*thinking(900, ids=False), chunk([], finish="length"), USAGE], tokenizes=False)) as r:
+        chunks = await r.step({**BIG, "thinking_token_budget": 50, "tools": TOOLS})
+        assert text(chunks) == "b"
+        assert text(chunks, "reasoning").endswith("secret thought")
+        assert Note.THINKS_AGAIN in r.finished().notes
+
+
+async def test_an_answer_of_a_server_without_ids_is_not_taken_for_a_trace() -> None:
+    answer = [*(chunk([], content=f"word{i} ") for i in range(400)), chunk([], finish="stop"), USAGE]
+    async with rig(Script(chat=answer, tokenizes=False, window=8192), markers="minimax-m2") as r:
+        chunks = await r.step({**ASK, "max_tokens": 600})
+        assert text(chunks) == "".join(f"word{i} " for i in range(400))
+        assert (r.finished().closed, r.finished().continued) == ("", False)
+
+
+async def test_blocks_that_pass_the_cap_together_are_no_fault_of_the_server() -> None:
+    blocks = [*thinking(40), chunk([END]), chunk([START]), *thinking(900), chunk([], finish="length"), USAGE]
+    async with rig(Script(chat=blocks, complete=ANSWER, window=8192)) as r:
+        await r.step({**BIG, "thinking_token_budget": 60})
+        assert (r.finished().closed, r.finished().think_tokens, r.finished().notes) == ("budget", 61, [])
+        assert r.guard.engine.facts.budget == "unknown"
+
+
+async def test_a_trace_in_the_content_gets_its_end_marker_there() -> None:
+    items = [chunk(ids_of(c), content=c) for c in "thinking without a parser, on and on and on, " * 20]
+    async with rig(Script(chat=[*items, chunk([], finish="length"), USAGE], complete=ANSWER, window=8192)) as r:
+        assert text(await r.step({**BIG, "thinking_token_budget": 30})).endswith("</think>b")
+
+
+@pytest.mark.parametrize("status", [429, 503])
+async def test_a_continuation_that_fails_falls_back_and_ends_properly(status: int) -> None:
+    script = runaway(complete=[f'data: {{"error": {{"message": "busy", "code": {status}}}}}\n\n'], again=[
+        f'data: {{"error": {{"message": "busy", "code": {status}}}}}\n\n'
+    ])  # fmt: skip
+    async with rig(script) as r:
+        chunks = await r.step({**BIG, "thinking_token_budget": 50})
+        assert text(chunks).startswith("(no answer")
+        assert finishes(chunks) == ["length"]
+        assert [(e.reason, e.how) for e in closes(r)] == [("budget", "none")]
+
+
+def test_a_loop_s_copies_are_left_out_whatever_its_unit_is_counted_in() -> None:
+    text = "start. " + "abc def. " * 5
+    ids = list(range(len(text) // 4))
+    cut_ids, cut_text = without_copies(ids, text, Loop("sentence", 9, 5))
+    assert cut_text == "start. abc def. "
+    assert abs(len(cut_ids) - len(ids) * len(cut_text) / len(text)) <= 1
+    assert without_copies([7, 1, 2, 1, 2, 1, 2], "x" * 14, Loop("period", 2, 3)) == ([7, 1, 2], "x" * 6)
+    assert without_copies([1, 1], "!!", Loop("run", 1, 64)) == ([], "")
+    assert without_partial([5, 2, 3], (2, 3, 4)) == [5]
+
+
+async def test_sampled_repeats_are_a_client_s_good_right() -> None:
+    async with rig(runaway()) as r:
+        caps = []
+        for _ in range(3):
+            await r.step({**BIG, "temperature": 1.0})
+            caps.append(r.started().think_cap)
+        assert caps == [3481] * 3
+
+
+async def test_parallel_steps_cannot_pass_a_limit() -> None:
+    script = Script(chat=[chunk([A, END, B], reasoning="a", content="b"), chunk([STOP], finish="stop"), USAGE])
+    async with rig(script, limits={"steps": 5}) as r:
+        results = await asyncio.gather(*(r.step({**ASK, "seed": i}) for i in range(20)), return_exceptions=True)
+        assert sum(isinstance(x, SessionLimitError) for x in results) == 15
+
+
+async def test_a_stalled_stream_is_closed_at_its_deadline() -> None:
+    script = Script(chat=[*thinking(20), 30.0, *thinking(20)], complete=ANSWER, window=8192)
+    async with rig(script, cutoff={"deadline_s": 0.3}) as r:
+        async with asyncio.timeout(10):
+            assert text(await r.step(BIG)) == "b"
+        assert (r.finished().closed, r.finished().think_tokens) == ("deadline", 20)
+
+
+async def test_waiting_in_a_queue_is_not_thinking() -> None:
+    script = Script(chat=[0.6, *thinking(20), chunk([END, B], content="b"), chunk([STOP], finish="stop"), USAGE])
+    async with rig(script, cutoff={"deadline_s": 0.5}) as r:
+        await r.step()
+        assert r.finished().closed == ""
+
+
+async def test_switched_off_means_off_but_for_what_the_client_asks_and_the_operator() -> None:
+    async with rig(runaway(), cutoff={"mode": "off"}) as r:
+        chunks = await r.step({**BIG, "max_tokens": 900})
+        assert (text(chunks), r.finished().closed, r.finished().think_tokens) == ("", "", 4000)
+        assert finishes(chunks) == ["length"]
+
+
+async def test_side_calls_are_no_growth() -> None:
+    script = Script(chat=[chunk([A, END, B], reasoning="a", content="b"), chunk([STOP], finish="stop"), USAGE])
+    async with rig(script) as r, httpx2.AsyncClient(base_url=r.url) as client:
+        for tokens in (500, 60, 510, 60, 520):
+            script.prompt = [5] * tokens
+            reply = await client.post("/v1/chat/completions", json=ASK, headers={"X-Session-Id": "s"})
+            assert "x-agentguard-advice" not in reply.headers
+        script.prompt = [5] * 780
+        assert (await client.post("/v1/chat/completions", json=ASK, headers={"X-Session-Id": "s"})).headers[
+            "x-agentguard-advice"
+        ] == "compact"
+
+
+async def test_odd_but_common_streams() -> None:
+    """Usage beside the finish reason, text behind it, null ids, content in parts."""
+    last = chunk([STOP], finish="stop") | {"usage": {"prompt_tokens": 3, "completion_tokens": 5, "total_tokens": 8}}
+    parts = chunk([B])
+    parts["choices"][0]["delta"]["content"] = [{"type": "text", "text": "b1"}]
+    nulls = chunk([A], reasoning="y")
+    nulls["choices"][0]["token_ids"] = None
+    behind = chunk([], content="2")
+    async with rig(Script(chat=[chunk([A], reasoning="x"), nulls, chunk([END]), parts, last, behind])) as r:
+        chunks = await r.step()
+        assert text(chunks) == "b12"
+        assert sum("usage" in c for c in chunks) == 1
+        assert chunks[-1]["choices"] == []
+        assert r.finished().think_tokens == 1
+
+
+async def test_what_a_content_filter_ended_is_not_asked_again() -> None:
+    refusal = chunk([], refusal="I cannot help with that.")
+    script = Script(chat=[*thinking(3), refusal, chunk([], finish="content_filter"), USAGE], complete=ANSWER, again=CHAT_ANSWER)
+    async with rig(script) as r:
+        chunks = await r.step()
+        assert (text(chunks), finishes(chunks), len(script.seen)) == ("", ["content_filter"], 1)
+
+
+async def test_the_beginning_of_a_marker_at_the_end_of_an_answer_is_the_answer() -> None:
+    script = Script(chat=[*thinking(3), chunk([END, B], content="<"), chunk([STOP], finish="stop"), USAGE], complete=ANSWER)
+    async with rig(script) as r:
+        assert text(await r.step()) == "<"
+        assert not r.finished().continued
+
+
+async def test_the_pressure_of_a_growing_trace_does_not_flood_the_engine() -> None:
+    script = Script(chat=[*thinking(3000), chunk([], finish="length"), USAGE], complete=ANSWER, plugin=True, window=8192)
+    async with rig(script) as r:
+        short = Script(chat=[*thinking(1200), chunk([END, B], content="b"), chunk([STOP], finish="stop"), USAGE])
+        script.chat, runaway_chat = short.chat, script.chat
+        for seed in range(3):
+            await r.step({**BIG, "seed": seed})
+        script.chat = runaway_chat
+        script.seen.clear()
+        await r.step({**BIG, "max_tokens": 2600})
+        assert sum(path.endswith("budget") for path, _, _ in script.seen) <= 4
+        assert 0.8 * 2600 <= r.finished().think_tokens <= 0.85 * 2600
+
+
+async def test_a_large_delta_of_code_does_not_hold_up_the_loop() -> None:
+    """Linear, not quadratic: ten times the text takes about ten times the work (67 s for 320 kB before)."""
+    code = "`x`\n" * 20_000
+    splitter = Splitter([("<think>", "</think>")], special_tokens=True)
+    assert "".join(t for _, t in [*splitter.feed(code), *splitter.finish()]) == code

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-# fields of ours or of vLLM's that another server may refuse; each can be left out without changing what the client asked for
-OPTIONAL = (
-    "thinking_token_budget", "return_token_ids", "vllm_xargs", "include_reasoning", "stream_options", "min_tokens",
-    "chat_template_kwargs", "reasoning_effort", "priority",
-)  # fmt: skip
+ADDED = ("thinking_token_budget", "return_token_ids", "include_reasoning", "stream_options", "vllm_xargs")
+"""Fields the guard adds to a request by itself. A client's own are its own affair: their refusal is passed on."""
+_REFUSED = re.compile(
+    r"unknown|unsupported|not supported|unrecogni[sz]ed|unexpected|extra|not permitted|not allowed|not configured", re.I
+)
 Carrier = Literal["reasoning", "content"]
 
 
@@ -24,6 +26,7 @@ class Facts:
     budget: Literal["unknown", "works", "rejected", "ignored"] = "unknown"
     dropped: set[str] = field(default_factory=set)
     carrier: Carrier | Literal["", "unknown"] = "unknown"
+    inline: bool = False
     chars_per_token: float = 4.0
 
     def learn_rate(self, chars_per_token: float | None) -> None:
@@ -31,10 +34,14 @@ class Facts:
         if chars_per_token is not None and 0.5 <= chars_per_token <= 12:
             self.chars_per_token += 0.2 * (chars_per_token - self.chars_per_token)
 
-    def refused(self, body: dict[str, object], message: str) -> list[str]:
-        """The optional fields of ``body`` that a 400's message names; they are left out from now on."""
-        named = [name for name in OPTIONAL if name in body and name in message]
-        self.dropped.update(named)
-        if "thinking_token_budget" in named:
+    def refused(self, body: Mapping[str, object], message: str) -> list[str]:
+        """The fields of ours in ``body`` that a 400 refuses; nothing is learned yet, as a message may merely quote a name."""
+        if not _REFUSED.search(message):
+            return []
+        return [name for name in ADDED if name in body and name in message and not (name == "vllm_xargs" and self.plugin)]
+
+    def learn_refused(self, names: Iterable[str]) -> None:
+        """The request went through without these fields, so they are left out from now on."""
+        self.dropped.update(names)
+        if "thinking_token_budget" in self.dropped:
             self.budget = "rejected"
-        return named

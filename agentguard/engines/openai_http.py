@@ -81,17 +81,18 @@ class OpenAIEngine:
         return await self._tokens({"prompt": text, "add_special_tokens": False})
 
     async def _tokens(self, request: Mapping[str, Any]) -> list[int] | None:
-        """None from a server without vLLM's tokenize route, which is then not asked again."""
+        """None from a server without vLLM's tokenize route, which is then not asked again, and for what it cannot tokenize: another
+        server's route of that name may take other fields."""
         if not self.facts.tokenize:
             return None
         try:
             tokens = (await self._json("POST", "/tokenize", request)).get("tokens")
         except EngineRequestError as error:
-            if error.status not in (404, 405, 501):
+            if error.status >= 500 and error.status != 501:
                 raise
-            tokens = None
-        if not isinstance(tokens, list) or not all(isinstance(token, int) for token in tokens):
-            self.facts.tokenize = False
+            self.facts.tokenize = error.status not in (404, 405, 501)
+            return None
+        if not isinstance(tokens, list) or not tokens or not all(isinstance(token, int) for token in tokens):
             return None
         return tokens
 
@@ -114,18 +115,24 @@ class OpenAIEngine:
 
     async def _stream(self, path: str, body: Mapping[str, Any], headers: dict[str, str]) -> Stream:
         request = {**body, "stream": True, "stream_options": {"include_usage": True}}
+        tried: list[str] = []
         while True:
-            request = {k: v for k, v in request.items() if k not in self.facts.dropped}
+            request = {k: v for k, v in request.items() if k not in self.facts.dropped and k not in tried}
             try:
                 async with aclosing(self._events(path, request, headers)) as chunks:
                     async for chunk in chunks:
+                        if tried:
+                            self.facts.learn_refused(tried)
+                            logger.warning("fields_refused", engine=self.name, fields=tried)
+                            tried = []
                         yield chunk
                 return
             except EngineRequestError as error:
-                # a refusal comes before the first chunk; one retry for each field it names
-                if error.status != 400 or not self.facts.refused(request, str(error)):
+                # a refusal comes before the first chunk; one retry for each field of ours it names
+                refused = self.facts.refused(request, str(error)) if error.status == 400 else []
+                if not refused:
                     raise
-                logger.warning("field_refused", engine=self.name, fields=sorted(self.facts.dropped), message=str(error)[:200])
+                tried += refused
 
     async def _events(self, path: str, request: Mapping[str, Any], headers: dict[str, str]) -> Stream:
         try:

@@ -237,7 +237,7 @@ async def collect(chunks: Stream) -> dict[str, Any]:
                     if delta.get(key):
                         message[key] = (message.get(key) or "") + delta[key]
                 for call in delta.get("tool_calls") or ():
-                    _merge_tool_call(tools.setdefault(call["index"], {}), call)
+                    _merge_tool_call(tools.setdefault(call.get("index", 0), {}), call)
                 if part.get("token_ids"):
                     choice["token_ids"] = choice.get("token_ids", []) + part["token_ids"]
                 if part.get("logprobs"):
@@ -274,6 +274,12 @@ async def _sse(first: Chunk, chunks: Stream, include_usage: bool, told: Reply) -
         except AgentGuardError as error:
             logger.warning("stream_failed", error=str(error))
             yield _data(_error_body(error))
+            return
+        except Exception as error:
+            logger.error("stream_failed", error=repr(error))
+            yield _data(
+                {"error": {"message": "internal error of the gateway; its log says more", "type": "server_error", "code": 500}}
+            )
             return
     if told.closed or told.notes:
         yield f": agentguard closed={told.closed or 'no'} notes={','.join(told.notes)}\n\n".encode()

@@ -96,7 +96,7 @@ def summarise(events: Iterable[Event]) -> list[ArmResult]:
 
 def _row(arm: str, plans: dict[str, list[StepFinished]], strict: dict[str, list[StepFinished]], right: int) -> ArmResult:
     steps = [s for plan in plans.values() for s in plan]
-    if any(s.rounds is None for s in steps):
+    if any(s.rounds is None and not s.continued for s in steps):  # a stream that was cut has no counters
         raise AgentGuardError(
             f"arm {arm!r} has steps without the engine's round counts; start the engine with a draft model and "
             "--per-request-spec-decode-metrics summary"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
@@ -17,17 +16,11 @@ from agentguard.tasks import owned_task
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from agentguard.telemetry.hub import Hub
+    from agentguard.request_ids import client_id
+from agentguard.telemetry.hub import Hub
 
 logger = structlog.get_logger(__name__)
 HIGH_WATER = 1024
-_ENGINE_ID = re.compile(r"^(?:\d+_)?(?:chatcmpl|cmpl)-(.+?)(?:-\d+)?-[0-9a-f]{8}$")
-
-
-def our_request_id(engine_id: str) -> str:
-    """The id we sent as X-Request-Id: vLLM wraps it as `chatcmpl-<id>-<8 hex digits>` (`cmpl-<id>-0-…` on completions)."""
-    match = _ENGINE_ID.match(engine_id)
-    return match[1] if match else engine_id
 
 
 @asynccontextmanager
@@ -50,7 +43,7 @@ async def engine_source(hub: Hub, endpoint: str) -> AsyncIterator[None]:
                 logger.warning("frame_unreadable", endpoint=endpoint, bytes=len(raw), error=str(error))
                 continue
             if isinstance(frame, VerificationStep):
-                requests = [msgspec.structs.replace(r, request=our_request_id(r.request)) for r in frame.requests]
+                requests = [msgspec.structs.replace(r, request=client_id(r.request)) for r in frame.requests]
                 lost = 0 if expected is None or frame.step < expected else frame.step - expected
                 expected = frame.step + 1
                 frame = msgspec.structs.replace(frame, requests=requests, lost=lost)

@@ -63,10 +63,12 @@ class Cap:
     f_min: float
     f_max: float
     asked: tuple[tuple[int, Term], ...] = ()
+    off: bool = False
+    """Closing is switched off: only what the client asked for counts."""
 
     def at(self, growth: float) -> Cap:
         """The same step under another growth pressure."""
-        if self.bound_by is Term.OFF:
+        if self.off:
             return self
         growth = min(1.0, max(0.0, growth))
         f = self.f_max - (self.f_max - self.f_min) * growth
@@ -83,6 +85,8 @@ class Cap:
 
     def limited(self, cap: int, term: Term) -> Cap:
         """With one more limit."""
+        if self.off:
+            return self
         return replace(self, asked=(*self.asked, (cap, term))).at(self.growth)
 
 
@@ -105,6 +109,7 @@ def think_cap(
     f_min, f_max = (cutoff.f_max, cutoff.f_max) if cutoff.mode == "fixed" else (cutoff.f_min, cutoff.f_max)
     cap = Cap(budget, reserve, growth, budget, Term.OFF, window, prompt, cutoff.margin, cutoff.answer_floor, f_min, f_max)
     if cutoff.mode == "off":
+        cap = replace(cap, off=True)
         return cap if asked is None or asked < 0 else replace(cap, think_cap=min(asked, budget), bound_by=Term.CLIENT)
     limits: list[tuple[int, Term]] = []
     if asked is None and cutoff.think_tokens is not None:

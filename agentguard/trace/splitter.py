@@ -56,52 +56,49 @@ class Splitter:
         return self._drain(final=True)
 
     def _drain(self, *, final: bool) -> list[Segment]:
-        out: list[Segment] = []
-        while self._held:
+        out: list[tuple[Kind, list[str]]] = []
+        text, at = self._held, 0
+        while at < len(text):
             finder = self._next[self.inside]
-            match = finder.search(self._held, final=final)
+            match = finder.search(text, at, final=final)
             if match is None:
-                keep = 0 if final else finder.undecided(self._held)
-                self._emit(out, len(self._held) - keep)
+                end = len(text) - (0 if final else min(finder.undecided(text), len(text) - at))
+                self._emit(out, text[at:end])
+                at = end
                 break
-            if match.start():
-                self._emit(out, match.start())
-                continue
-            token = match.group()
-            if token in finder.markers and not self._quoted(token, final=final):
-                if self._waits(token, final=final):
-                    break
-                self._held = self._held[len(token) :]
-                self._before, self._span = "", ""
-                self.inside = not self.inside
-                continue
-            if token in finder.markers and self._waits(token, final=final):
-                break
+            if match.start() > at:
+                self._emit(out, text[at : match.start()])
+            at, token = match.start(), match.group()
+            if token in finder.markers:
+                behind = at + len(token)
+                if self._quotable and self.inside and self._before == "`" and behind == len(text) and not final:
+                    break  # whether a trace's marker behind a backtick is quoted is decided by the next character
+                if not self._quoted(text[behind : behind + 1]):
+                    at = behind
+                    self._before, self._span = "", ""
+                    self.inside = not self.inside
+                    continue
             self._backticks(token)
-            self._emit(out, len(token))
-        return out
+            self._emit(out, token)
+            at = match.end()
+        self._held = text[at:]
+        return [(kind, "".join(parts)) for kind, parts in out]
 
-    def _emit(self, out: list[Segment], length: int) -> None:
-        """Move the first ``length`` held characters out."""
-        if length == 0:
+    def _emit(self, out: list[tuple[Kind, list[str]]], text: str) -> None:
+        if not text:
             return
-        text, self._held = self._held[:length], self._held[length:]
         self._before = text[-1]
         kind: Kind = "think" if self.inside else "answer"
         if out and out[-1][0] == kind:
-            out[-1] = (kind, out[-1][1] + text)
+            out[-1][1].append(text)
         else:
-            out.append((kind, text))
+            out.append((kind, [text]))
 
-    def _waits(self, token: str, *, final: bool) -> bool:
-        """Whether a trace's marker behind a backtick is quoted is decided by the next character."""
-        return self._quotable and self.inside and self._before == "`" and len(self._held) == len(token) and not final
-
-    def _quoted(self, token: str, *, final: bool) -> bool:
+    def _quoted(self, following: str) -> bool:
         if not self._quotable:
             return False
         if self.inside:
-            return self._before == "`" and self._held[len(token) : len(token) + 1] == "`"
+            return self._before == "`" and following == "`"
         return bool(self._span)
 
     def _backticks(self, token: str) -> None:
@@ -126,8 +123,8 @@ class _Finder:
         self._prefixes = {marker[:i] for marker in self.markers for i in range(1, len(marker))}
         self._longest = max(map(len, self.markers)) - 1
 
-    def search(self, text: str, *, final: bool) -> re.Match[str] | None:
-        match = self._pattern.search(text)
+    def search(self, text: str, at: int, *, final: bool) -> re.Match[str] | None:
+        match = self._pattern.search(text, at)
         if match is None or final:
             return match
         # a run of backticks at the end may go on, and a marker at the end may be the beginning of a longer one

@@ -113,6 +113,13 @@ class TextTally:
         elif think:
             self.inside = True
 
+    def feed_answer(self, text: str) -> None:
+        """A continuation's text; what was thought before it is settled."""
+        if text:
+            self._answer[0] += 1
+            self._answer[1] += len(text)
+            self.answer = max(self._answer[0], round(self._answer[1] / self._per_token))
+
     def close(self) -> None:
         self.inside = False
 

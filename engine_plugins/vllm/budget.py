@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
 
+from agentguard.request_ids import client_id
 from engine_plugins.vllm.phase import PhaseTracker, ThinkMarkers
 
 FORCED = 1e9
@@ -81,7 +82,8 @@ class Budget:
 
     def update(self, output: Sequence[int]) -> None:
         """Read the committed tokens."""
-        if not self.closing.after:
+        near = self.phase.inside and self.phase.block + len(output) - self.phase.seen >= self.close_at
+        if not self.closing.after or not (near or self.owed):
             self.phase.update(output)
             return
         for token in self.phase.unread(output):
@@ -107,9 +109,8 @@ class Budget:
         return out
 
     def _opens(self, drafts: Sequence[int]) -> bool:
-        """A block may begin among the drafts; for markers of several tokens that is worked out whenever nobody is inside."""
-        start = self.phase.markers.start
-        return not self.phase.inside and (len(start) > 1 or start[0] in drafts)
+        """A block may begin among the drafts."""
+        return not self.phase.inside and self.phase.markers.start[-1] in drafts
 
     def _next(self) -> int | None:
         if self.owed:
@@ -201,18 +202,18 @@ class BudgetHolder(ThinkingBudgetStateHolder):  # type: ignore[misc]  # vLLM is 
     def set_total(self, request: str, tokens: int) -> dict[str, Any]:
         """Limit a running request to ``tokens`` think tokens, at the earliest now; in force from the next step on.
 
-        request: the id the engine's client gave, or the engine's own. Returns what the request stands at: ``found``, ``think``
-        (generated think tokens), ``inside``, and the ``total`` now in force.
+        request: the id the engine's client gave (all of its n choices then), or the engine's own. Returns what the request stands
+        at: ``found``, ``think`` (generated think tokens), ``inside``, and the ``total`` now in force.
         """
+        found: dict[str, Any] = {"found": False}
         for req_id in self._runner.requests:
-            if matches(req_id, request):
-                break
-        else:
-            return {"found": False}
-        state, budget = self._budget(req_id)
-        budget.update(state.output_token_ids)
-        budget.set_total(tokens)
-        return {"found": True, "think": budget.phase.think, "inside": budget.phase.inside, "total": budget.total}
+            if request in (req_id, client_id(req_id)):
+                state, budget = self._budget(req_id)
+                budget.update(state.output_token_ids)
+                budget.set_total(tokens)
+                phase = budget.phase
+                found = {"found": True, "think": phase.think, "inside": phase.inside, "total": budget.total}
+        return found
 
     def _budget(self, req_id: str) -> tuple[Any, Budget]:
         state = self._runner.requests[req_id]
@@ -230,11 +231,6 @@ class BudgetHolder(ThinkingBudgetStateHolder):  # type: ignore[misc]  # vLLM is 
             return None, None
         extra: Mapping[str, Any] = params.extra_args or {}
         return params.thinking_token_budget, extra.get("ag_think_tokens")
-
-
-def matches(req_id: str, given: str) -> bool:
-    """Whether the engine's id is the client's one in vLLM's dress: ``chatcmpl-GIVEN-12345678``, ``cmpl-GIVEN-0-12345678``."""
-    return req_id == given or req_id.startswith((f"chatcmpl-{given}-", f"cmpl-{given}-", f"{given}-"))
 
 
 def install(runner: Any, module: Any, *, markers: ThinkMarkers, closing: Closing) -> BudgetHolder:

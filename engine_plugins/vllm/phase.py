@@ -22,12 +22,12 @@ class PhaseTracker:
     generated think tokens of earlier blocks. A marker of several tokens counts as thinking until it is whole.
     """
 
-    __slots__ = ("_seen", "_single", "_tail", "before", "block", "given", "inside", "markers")
+    __slots__ = ("_single", "_tail", "before", "block", "given", "inside", "markers", "seen")
 
     def __init__(self, markers: ThinkMarkers, prompt: Sequence[int]) -> None:
         self.markers = markers
         self._single = len(markers.start) == len(markers.end) == 1
-        self._seen = 0
+        self.seen = 0
         self.before = 0
         self.given = self._opened(prompt)
         self.inside = self.given >= 0
@@ -42,8 +42,11 @@ class PhaseTracker:
     def update(self, output: Sequence[int]) -> bool:
         """Read what was committed since the last call; returns `inside`."""
         new = self.unread(output)
-        if self._single and self.inside and self.markers.end[0] not in new:
-            self.block += len(new)
+        # without the last token of the marker that could come next, nothing changes
+        if (self.markers.end if self.inside else self.markers.start)[-1] not in new:
+            self.block += len(new) if self.inside else 0
+            if not self._single:
+                self._tail = [*self._tail, *new][-8 * max(len(self.markers.start), len(self.markers.end)) :]
         else:
             for token in new:
                 self.read(token)
@@ -51,8 +54,8 @@ class PhaseTracker:
 
     def unread(self, output: Sequence[int]) -> Sequence[int]:
         """What was committed since the last call; the caller reads it."""
-        new = output[self._seen :]
-        self._seen = len(output)
+        new = output[self.seen :]
+        self.seen = len(output)
         return new
 
     def read(self, token: int) -> None:
