@@ -351,6 +351,8 @@ class Step:
             return None
         if close.reason in _BY_CAP:
             if cap.think_cap < self._limit and facts.plugin and await self._order(cap.think_cap):
+                # the stream lags behind the engine, which may be at the close already: nothing is ordered twice
+                self._pending, self._pending_at = close, max(tally.think, self._limit)
                 return None
             if not self._in_engine or cap.think_cap < self._limit:
                 return close
@@ -371,7 +373,10 @@ class Step:
         return close
 
     async def _order(self, tokens: int) -> bool:
-        """Change the limit in the engine; False when that did not work, and the stream has to be cut."""
+        """Change the limit in the engine; False when that did not work, and the stream has to be cut.
+
+        A request the engine no longer knows has ended there, and what is left of its stream is on its way.
+        """
         try:
             standing = await self._engine.set_think_tokens(self.request_id, tokens)
         except EngineDiedError:
@@ -379,9 +384,8 @@ class Step:
         except EngineError as error:
             logger.warning("budget_not_changed", request=self.request_id, error=str(error))
             return False
-        if standing is None:
-            return False
-        self._limit = max(tokens, standing.think)
+        if standing is not None:
+            self._limit = max(tokens, standing.think)
         return True
 
     def _report(self, close: Close, how: How) -> None:

@@ -113,9 +113,10 @@ def test_the_least_recently_used_session_is_forgotten() -> None:
     assert {s.identity.session for s in sessions} == {"a", "c"}
 
 
-@given(st.lists(st.integers(0, 4), max_size=60), st.data())
-def test_a_tally_does_not_depend_on_how_tokens_arrive(tokens: list[int], data: st.DataObject) -> None:
-    whole, pieces = (Tally(MarkerIds(0, 1), opened=True) for _ in range(2))
+@pytest.mark.parametrize("markers", [((0,), (1,), (1,)), ((0, 2), (1, 2, 3), (1, 2, 3))])
+@given(tokens=st.lists(st.integers(0, 4), max_size=60), data=st.data())
+def test_a_tally_does_not_depend_on_how_tokens_arrive(markers: Any, tokens: list[int], data: st.DataObject) -> None:
+    whole, pieces = (Tally(MarkerIds(*markers), opened=True) for _ in range(2))
     whole.feed(tokens)
     rest = tokens
     while rest:
@@ -123,6 +124,7 @@ def test_a_tally_does_not_depend_on_how_tokens_arrive(tokens: list[int], data: s
         pieces.feed(rest[:size])
         rest = rest[size:]
     assert (whole.think, whole.answer, whole.markers) == (pieces.think, pieces.answer, pieces.markers)
+    assert whole.total == len(tokens)
     assert whole.total == len(tokens)
 
 

@@ -11,13 +11,13 @@ import zmq
 import zmq.asyncio
 
 from agentguard.events import VerificationStep, decode_msgpack
+from agentguard.request_ids import client_id
 from agentguard.tasks import owned_task
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from agentguard.request_ids import client_id
-from agentguard.telemetry.hub import Hub
+    from agentguard.telemetry.hub import Hub
 
 logger = structlog.get_logger(__name__)
 HIGH_WATER = 1024
