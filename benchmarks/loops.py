@@ -35,11 +35,13 @@ def tokens(count: int) -> list[str]:
 
 
 def traces(stream: list[str], most: int) -> list[list[Piece]]:
-    rng, ids = random.Random(0), {}
+    rng = random.Random(0)
+    ids: dict[str, int] = {}
     numbers = [ids.setdefault(token, len(ids)) for token in stream]
     out = []
     for start in range(0, len(stream), TRACE):
-        at, end, trace = start, min(start + TRACE, len(stream)), []
+        at, end = start, min(start + TRACE, len(stream))
+        trace: list[Piece] = []
         while at < end:
             step = min(rng.randint(1, most), end - at)
             trace.append((numbers[at : at + step], "".join(stream[at : at + step])))
@@ -49,7 +51,8 @@ def traces(stream: list[str], most: int) -> list[list[Piece]]:
 
 
 def seconds(streams: list[list[Piece]], *, ids: bool, text: bool) -> float:
-    detector, nothing = LoopDetector(), []
+    detector = LoopDetector()
+    nothing: list[int] = []
     started = time.process_time()
     for trace in streams:
         detector.reset()

@@ -59,7 +59,7 @@ DIVERSE = 24
 def needed(distinct: int, period: int) -> int:
     """Tokens, all copies together, before exact repetition is a loop.
 
-    By the longest legitimate repetitions in 27,743 files (341 MB, 83 M tokens): three copies of 24 and more different tokens make
+    By the longest legitimate repetitions in 27,743 files (341 MB, 111 M tokens): three copies of 24 and more different tokens make
     128 tokens in 8 files, of fewer make 192 in 2 files, and matrices, data and ASCII art, whose units repeat inside, make 512 in 3.
     """
     if period == 1:
@@ -133,8 +133,10 @@ class LoopDetector:
         """How loop-like the latest tokens are, in [0, 1]: 0 up to a quarter of what makes an alarm, 1 at the alarm."""
         if self._loop:
             return 1.0
-        share = max(self._periods.share, self._sentences.share, self._hesitation.share, self._run / _limit(self._char))
-        return max(0.0, (min(share, 1.0) - 0.25) / 0.75)
+        share = max(self._periods.share, self._sentences.share, self._hesitation.share)
+        if self._run > RUN // 4:
+            share = max(share, self._run / _limit(self._char))
+        return (min(share, 1.0) - 0.25) / 0.75 if share > 0.25 else 0.0
 
     def _piece(self, piece: str) -> Loop | None:
         """At most `_PIECE` characters: only a run that has come in from before can get long enough within them."""
@@ -153,9 +155,12 @@ class LoopDetector:
         while True:
             match = _END.search(self._tail, start, _MAX_UNIT)
             end = match.end() if match else _cut(self._tail, 0, _MAX_UNIT)
-            found = None if self._by_ids else self._read_words(end or len(self._tail), final=bool(end))
-            if found or not end:
-                return found
+            if not self._by_ids and (end or len(self._tail) >= self._lexed + _SLICE):
+                found = self._read_words(end or len(self._tail), final=bool(end))
+                if found:
+                    return found
+            if not end:
+                return None
             text, self._tail, self._lexed, start = self._tail[:end], self._tail[end:], 0, 0
             found = None if text.isspace() else self._sentence(text)
             if found:
