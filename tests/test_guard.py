@@ -49,14 +49,14 @@ class Rig:
 
 
 @asynccontextmanager
-async def rig(script: Script, *, api_key: str | None = None, **policy: Any) -> AsyncIterator[Rig]:
+async def rig(script: Script, *, api_key: str | None = None, operator_key: str | None = None, **policy: Any) -> AsyncIterator[Rig]:
     events: list[Event] = []
     hub = Hub()
     async with upstream(script) as url:
         engine = OpenAIEngine(url, read_timeout_s=10)
         with hub.sink(events.append):
             guard = await Guard.open(engine, Policy(model="scripted", **policy), hub)
-            async with gateway(guard, bind("127.0.0.1", 0), api_key=api_key) as gateway_url:
+            async with gateway(guard, bind("127.0.0.1", 0), api_key=api_key, operator_key=operator_key) as gateway_url:
                 yield Rig(guard, events, gateway_url)
         await engine.aclose()
 
@@ -412,6 +412,19 @@ async def test_every_route_but_health_needs_the_key() -> None:
         right = {"Authorization": "Bearer s3cret"}
         assert (await client.get("/v1/models", headers=right)).json()["data"][0]["max_model_len"] == 1000
         assert (await client.post("/v1/chat/completions", json=ASK, headers=right)).status_code == 200
+
+
+@pytest.mark.parametrize("api_key", ["agents", None])
+async def test_an_agent_cannot_raise_its_own_limit_or_close_others_with_an_operator_s_key_set(api_key: str | None) -> None:
+    agent = {"Authorization": "Bearer agents"}
+    async with (
+        rig(Script(chat=list(THINKS_AND_ANSWERS)), api_key=api_key, operator_key="0perator") as r,
+        httpx2.AsyncClient(base_url=r.url) as client,
+    ):
+        assert (await client.post("/v1/chat/completions", json=ASK, headers=agent)).status_code == 200
+        for path in ("/agentguard/close", "/agentguard/sessions/limit"):
+            assert (await client.post(path, json={}, headers=agent)).status_code == 401
+            assert (await client.post(path, json={}, headers={"Authorization": "Bearer 0perator"})).status_code == 400
 
 
 async def test_events_are_streamed_without_content() -> None:

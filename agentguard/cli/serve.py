@@ -21,9 +21,12 @@ from agentguard.cli.run import run
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address of the gateway.")
 @click.option("--port", default=8484, show_default=True, type=click.IntRange(1, 65535), help="Port of the gateway.")
 @click.option("--api-key", envvar="AGENTGUARD_API_KEY", help="Key clients must send; required on a host that is not loopback.")
+@click.option(
+    "--operator-key", envvar="AGENTGUARD_OPERATOR_KEY", help="Key for closing traces and raising limits; else the clients' does."
+)
 def serve(
     model: str | None, draft: str | None, recipe: Path | None, upstream: str | None, upstream_key: str | None, rule: str | None,
-    host: str, port: int, api_key: str | None,
+    host: str, port: int, api_key: str | None, operator_key: str | None,
 ) -> None:  # fmt: skip
     """Start vLLM with the plugin and the gateway for a local MODEL, or only the gateway in front of --upstream."""
     from agentguard import policy as policies
@@ -39,15 +42,18 @@ def serve(
         if not upstream.startswith(("http://", "https://")):
             raise ConfigError("upstream", upstream, "give a URL such as http://127.0.0.1:8000")
         root = upstream.rstrip("/").removesuffix("/v1")
-        run(_guard(policies.parse(base) if "model" in base else None, root, upstream_key, host, port, api_key))
+        run(_guard(policies.parse(base) if "model" in base else None, root, upstream_key, host, port, api_key, operator_key))
     else:
-        run(_serve(policies.parse(base), host, port, api_key))
+        run(_serve(policies.parse(base), host, port, api_key, operator_key))
 
 
-async def _guard(policy: Any, upstream: str, key: str | None, host: str, port: int, api_key: str | None) -> None:
+async def _guard(
+    policy: Any, upstream: str, key: str | None, host: str, port: int, api_key: str | None, operator_key: str | None
+) -> None:
     from agentguard.gateway.server import serve_upstream
 
-    async with serve_upstream(policy, upstream, key=key, host=host, port=port, api_key=api_key) as (guard, url):
+    served = serve_upstream(policy, upstream, key=key, host=host, port=port, api_key=api_key, operator_key=operator_key)
+    async with served as (guard, url):
         how = "exact, in the engine" if guard.engine.facts.plugin else "by the gateway: the engine has no plugin"
         click.echo(f"ready: {url}/v1 guards {guard.info.model} at {upstream}  (closes {how})", err=True)
         counted = "" if guard.exact else "; counted by text, as this server tells no token ids"
@@ -55,11 +61,11 @@ async def _guard(policy: Any, upstream: str, key: str | None, host: str, port: i
         await asyncio.Event().wait()
 
 
-async def _serve(policy: Any, host: str, port: int, api_key: str | None) -> None:
+async def _serve(policy: Any, host: str, port: int, api_key: str | None, operator_key: str | None) -> None:
     from agentguard.gateway.server import serve_stack
 
     click.echo(f"starting {policy.model} …", err=True)
-    async with serve_stack(policy, host=host, port=port, api_key=api_key) as stack:
+    async with serve_stack(policy, host=host, port=port, api_key=api_key, operator_key=operator_key) as stack:
         click.echo(f"ready: {stack.url}/v1  (events: {stack.url}/agentguard/events, engine log: {stack.engine.log})", err=True)
         click.echo(f"think markers: {stack.guard.derived}", err=True)
         watching = asyncio.create_task(stack.until_engine_ends(), name="engine watch")

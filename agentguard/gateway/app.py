@@ -28,11 +28,13 @@ from agentguard.telemetry import prometheus
 
 logger = structlog.get_logger(__name__)
 MAX_BODY_BYTES = 16 << 20
+OPERATOR_ROUTES = ("/agentguard/sessions/limit", "/agentguard/close")
 T = TypeVar("T")
 
 
-def create_app(guard: Guard, *, api_key: str | None = None) -> Starlette:
-    """The gateway's app. With ``api_key`` every route but /health needs it as a bearer token."""
+def create_app(guard: Guard, *, api_key: str | None = None, operator_key: str | None = None) -> Starlette:
+    """The gateway's app. With ``api_key`` every route but /health needs it as a bearer token; with ``operator_key`` the routes that
+    act on other people's sessions need that one instead, which agents do not have."""
 
     async def chat(request: Request) -> Response:
         body = await _body(request)
@@ -106,16 +108,16 @@ def create_app(guard: Guard, *, api_key: str | None = None) -> Starlette:
             Route("/v1/models", models),
             Route("/agentguard/events", events),
             Route("/agentguard/sessions", sessions),
-            Route("/agentguard/sessions/limit", raise_limit, methods=["POST"]),
-            Route("/agentguard/close", close, methods=["POST"]),
+            Route(OPERATOR_ROUTES[0], raise_limit, methods=["POST"]),
+            Route(OPERATOR_ROUTES[1], close, methods=["POST"]),
             Route("/guard/v1/economics", economics),
             Route("/metrics", metrics),
             Route("/health", health),
         ],
         exception_handlers={AgentGuardError: _on_error, ClientDisconnect: _on_client_gone},
     )
-    if api_key is not None:
-        app.add_middleware(RequireKey, api_key=api_key)
+    if api_key is not None or operator_key is not None:
+        app.add_middleware(RequireKey, api_key=api_key, operator_key=operator_key)
     app.add_middleware(EndQuietly)
     return app
 
@@ -183,14 +185,16 @@ class EndQuietly:
 class RequireKey:
     """Pure-ASGI middleware: 401 without the right bearer token, compared in constant time; /health stays open."""
 
-    def __init__(self, app: Any, api_key: str) -> None:
+    def __init__(self, app: Any, api_key: str | None, operator_key: str | None) -> None:
         self.app = app
-        self._expected = f"Bearer {api_key}".encode()
+        self._api = None if api_key is None else f"Bearer {api_key}".encode()
+        self._operator = self._api if operator_key is None else f"Bearer {operator_key}".encode()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http" and scope["path"] != "/health":
             given = dict(scope["headers"]).get(b"authorization", b"")
-            if not hmac.compare_digest(given, self._expected):
+            expected = self._operator if scope["path"] in OPERATOR_ROUTES else self._api
+            if expected is not None and not hmac.compare_digest(given, expected):
                 message = "missing or wrong API key; send it as 'Authorization: Bearer …'"
                 response = JSONResponse({"error": {"message": message, "type": "invalid_request_error", "code": 401}}, 401)
                 await response(scope, receive, send)

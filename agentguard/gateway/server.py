@@ -42,8 +42,9 @@ class Stack:
 
 @asynccontextmanager
 async def serve_stack(
-    policy: Policy, *, host: str = "127.0.0.1", port: int = 0, api_key: str | None = None, hub: Hub | None = None
-) -> AsyncIterator[Stack]:
+    policy: Policy, *, host: str = "127.0.0.1", port: int = 0, api_key: str | None = None, operator_key: str | None = None,
+    hub: Hub | None = None,
+) -> AsyncIterator[Stack]:  # fmt: skip
     """Start an engine for the policy and the gateway in front of it; stop both at the end.
 
     ``port`` 0 takes a free one. Raises ConfigError for a port in use before the engine is started.
@@ -56,7 +57,7 @@ async def serve_stack(
                 async with engine_source(hub, engine.telemetry), economics(policy, hub) as ledger:
                     guard = await Guard.open(client, policy, hub, ledger=ledger)
                     with hub.sink(guard.observe):
-                        async with gateway(guard, listener, api_key=api_key) as url:
+                        async with gateway(guard, listener, api_key=api_key, operator_key=operator_key) as url:
                             yield Stack(engine, guard, hub, url)
             finally:
                 await client.aclose()
@@ -65,7 +66,7 @@ async def serve_stack(
 @asynccontextmanager
 async def serve_upstream(
     policy: Policy | None, url: str, *, key: str | None = None, host: str = "127.0.0.1", port: int = 0, api_key: str | None = None,
-    hub: Hub | None = None,
+    operator_key: str | None = None, hub: Hub | None = None,
 ) -> AsyncIterator[tuple[Guard, str]]:  # fmt: skip
     """The gateway in front of a server that runs already: any that speaks OpenAI's chat completions, with our plugin or without.
 
@@ -79,7 +80,7 @@ async def serve_upstream(
             policy = policy or Policy(model=(await client.info()).model)
             async with economics(policy, hub) as ledger:
                 guard = await Guard.open(client, policy, hub, ledger=ledger)
-                async with gateway(guard, listener, api_key=api_key) as address:
+                async with gateway(guard, listener, api_key=api_key, operator_key=operator_key) as address:
                     yield guard, address
         finally:
             await client.aclose()
@@ -98,10 +99,12 @@ async def economics(policy: Policy, hub: Hub) -> AsyncIterator[Ledger]:
 
 
 @asynccontextmanager
-async def gateway(guard: Guard, listener: socket.socket, *, api_key: str | None = None) -> AsyncIterator[str]:
+async def gateway(
+    guard: Guard, listener: socket.socket, *, api_key: str | None = None, operator_key: str | None = None
+) -> AsyncIterator[str]:
     """The gateway as a server in this event loop, on a bound socket; yields its URL."""
     config = uvicorn.Config(
-        create_app(guard, api_key=api_key),
+        create_app(guard, api_key=api_key, operator_key=operator_key),
         log_level="warning",
         access_log=False,
         timeout_graceful_shutdown=5,
