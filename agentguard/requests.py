@@ -18,7 +18,7 @@ _NOT_THE_QUESTION = ("stream", "stream_options", "metadata", "user", "extra_head
 
 
 class ChatRequest(BaseModel):
-    """A request as it came. ``moved``: the think budget stood in a place where no server reads it."""
+    """A request as it came; fields the guard does not know are kept."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 

@@ -120,7 +120,7 @@ NAMES = {
     "unsloth/gpt-oss-120b-GGUF": "gpt-oss",
     "/models/qwen3/gpt-oss-20b/": "gpt-oss",
     r"D:\models\GLM-4.6": "glm",
-    "/root/.cache/huggingface/hub/models--Qwen--Qwen3-8B/snapshots/9c925d64d72725edaf899c6cb9c377fd0709d9c5": "qwen3",
+    "/models/hub/models--Qwen--Qwen3-8B/snapshots/9c925d64d72725edaf899c6cb9c377fd0709d9c5": "qwen3",
 }
 SILENT = [
     "Qwen/Qwen3-30B-A3B-Instruct-2507", "Qwen/Qwen3-Coder-480B-A35B-Instruct", "Qwen/Qwen3-Coder-Next", "Qwen/Qwen3-Embedding-8B",

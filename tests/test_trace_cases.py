@@ -150,7 +150,8 @@ async def test_10_the_same_token_again_and_again_is_a_loop_of_period_one() -> No
     items = [*thinking(40), *(chunk([777], reasoning=" so") for _ in range(3000)), chunk([], finish="length"), USAGE]
     async with rig(Script(chat=items, complete=ANSWER, window=50_000)) as r:
         assert text(await r.step({**ASK, "max_tokens": 20_000})) == "b"
-        assert (r.finished().closed, closes(r)[0].detail.split(",")[0]) == ("loop", closes(r)[0].detail.split(",")[0])
+        assert r.finished().closed == "loop"
+        assert "64 copies" in closes(r)[0].detail
         assert r.finished().think_tokens <= 40 + 70
 
 
@@ -707,7 +708,7 @@ async def test_the_pressure_of_a_growing_trace_does_not_flood_the_engine() -> No
 
 
 async def test_a_large_delta_of_code_does_not_hold_up_the_loop() -> None:
-    """Linear, not quadratic: ten times the text takes about ten times the work (67 s for 320 kB before)."""
-    code = "`x`\n" * 20_000
+    """Linear, not quadratic: 320 kB took 67 s before, so this megabyte would run into the test's time limit."""
+    code = "`x`\n" * 250_000
     splitter = Splitter([("<think>", "</think>")], special_tokens=True)
     assert "".join(t for _, t in [*splitter.feed(code), *splitter.finish()]) == code

@@ -18,8 +18,9 @@ Carrier = Literal["reasoning", "content"]
 @dataclass(slots=True)
 class Facts:
     """plugin: our plugin is in the engine, so budgets are exact and can change while a request runs. tokenize: /tokenize is there.
-    budget: what `thinking_token_budget` does. dropped: optional fields the server refused. carrier: the message field through
-    which its chat template shows a partial trace; "" when none does. chars_per_token: of its text, for counting without ids."""
+    budget: what `thinking_token_budget` does. dropped: fields of ours the server refused. carrier: the message field through which
+    its chat template shows a partial trace; "" when none does. inline: it streams a trace that the prompt opened as content.
+    chars_per_token: of its text, for counting without ids."""
 
     plugin: bool = False
     tokenize: bool = True

@@ -130,7 +130,9 @@ class _Finder:
         # a run of backticks at the end may go on, and a marker at the end may be the beginning of a longer one
         found = match.group()
         grows = found.startswith("`") and len(found) < LONGEST_RUN and match.end() == len(text)
-        return None if grows or text[match.start() :] in self._prefixes else match
+        # only at the very end, so that a large delta is not copied for every match
+        begins = len(text) - match.start() <= self._longest and text[match.start() :] in self._prefixes
+        return None if grows or begins else match
 
     def undecided(self, text: str) -> int:
         """How many characters at the end may belong to something that is not whole yet."""
