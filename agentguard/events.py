@@ -238,6 +238,44 @@ class RuleSwitched(msgspec.Struct, frozen=True, kw_only=True, tag="rule_switched
     baseline: str
 
 
+class DraftUpdated(msgspec.Struct, frozen=True, kw_only=True, tag="draft_updated"):
+    """The serving draft got new weights from the trainer (TTS).
+
+    version counts the trainer's publishes, epoch the requests that began with the draft's own weights. loss: nats a row before the
+    step, over ``rows`` rows; train_ms: of the step, beside the engine; publish_ms: what the engine stood still. live, frozen: mean
+    overlap with the target of a round's first row, of the served draft and of the one without TTS; gain: (ℓ + 1) of the first over
+    that of the second, from these; break_even: what the gain has to be above."""
+
+    t: float
+    engine: str
+    version: int
+    epoch: int
+    rounds: int
+    rows: int
+    loss: float
+    train_ms: float
+    publish_ms: float
+    live: float
+    frozen: float
+    gain: float
+    break_even: float
+
+
+TtsState: TypeAlias = Literal["starting", "live", "paused", "restarting", "rolled_back", "stopped", "skipped", "off"]
+
+
+class TtsChanged(msgspec.Struct, frozen=True, kw_only=True, tag="tts_changed"):
+    """What became of TTS, and why. rolled_back: the draft is back at its own weights and goes on learning; stopped: it does not
+    learn from this request any more; skipped: an update or a frame was dropped; restarting, off: the trainer ended."""
+
+    t: float
+    engine: str
+    state: TtsState
+    reason: str
+    epoch: int
+    version: int
+
+
 class StudyStarted(msgspec.Struct, frozen=True, kw_only=True, tag="study_started"):
     """The first event of a study's recording: what is run, and the arms in the order of the table. ``budget``: tokens a run may use
     in a study of closing, 0 in others."""
@@ -271,6 +309,8 @@ Event: TypeAlias = (
     | CompactionAdvised
     | SessionAlarm
     | RuleSwitched
+    | DraftUpdated
+    | TtsChanged
     | StudyStarted
     | Graded
 )

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from agentguard.errors import ConfigError, nearest
 from agentguard.rulespec import RuleSpec
+from agentguard.tts_settings import TtsSettings
 
 
 class _Model(BaseModel):
@@ -153,16 +154,25 @@ class Policy(_Model):
     cutoff: Cutoff = Cutoff()
     limits: SessionLimits = SessionLimits()
     economics: Economics = Economics()
+    tts: TtsSettings | None = None
+    """Let the draft model learn while it drafts (docs/tts.md); {} takes the defaults, None leaves it as it is."""
     engine: EngineOptions = EngineOptions()
     max_sessions: int = Field(10_000, ge=1)
     """Sessions remembered; the least recently used one is forgotten first."""
 
     @pydantic.model_validator(mode="after")
-    def _one_place_for_arms(self) -> Policy:
+    def _consistent(self) -> Policy:
         rule = RuleSpec.parse(self.rule, what="rule")
         if self.economics.arms and rule.relaxed:
             raise ValueError(f"rule: {self.rule} and economics.arms are both given; name the rule among the arms, with a weight")
+        if self.tts is not None and self.draft is None:
+            raise ValueError("tts is given without a draft model to train; name one in 'draft'")
         return self
+
+    @pydantic.field_validator("tts", mode="before")
+    @classmethod
+    def _tts_settings(cls, value: Any) -> Any:
+        return TtsSettings.parse(value) if isinstance(value, dict) else value
 
     @pydantic.field_validator("rule")
     @classmethod

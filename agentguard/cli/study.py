@@ -97,6 +97,75 @@ def probe_command(traces: int, seed: int, model: str | None, json_path: Path | N
         json_path.write_text(json.dumps({"suite": "chain", "seed": seed, "probe": result.as_json()}, indent=1) + "\n")
 
 
+@study.command("tts")
+@click.option("--suite", default="chain-long", show_default=True, help="chain-long, or prose for a model with a real vocabulary.")
+@click.option(
+    "--n", "sessions", default=64, show_default=True, type=click.IntRange(1), help="Problems, each run frozen and learning."
+)
+@click.option(
+    "--grid", "grid_n", default=16, show_default=True, type=click.IntRange(0), help="Problems a cell of the grid; 0: none."
+)
+@click.option("--cells", help="Cells of the grid to run, separated by ';'.  [default: all]")
+@click.option("--batch", default=0, show_default=True, type=click.IntRange(0), help="Also run this many requests at once.")
+@click.option("--set", "knobs", multiple=True, metavar="KNOB=VALUE", help="A setting of the learning arm, such as stride=10.")
+@_SEED
+@click.option("--model", help="Target model; the reference pair's by default.")
+@click.option("--draft", help="Draft model.", default="draft-short", show_default=True)
+@_JSON
+def tts_command(
+    suite: str, sessions: int, grid_n: int, cells: str | None, batch: int, knobs: tuple[str, ...], seed: int, model: str | None,
+    draft: str, json_path: Path | None,
+) -> None:  # fmt: skip
+    """A frozen draft against one that learns while it drafts (TTS), on long outputs, one request at a time."""
+    import json
+
+    import yaml
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    from agentguard.errors import ConfigError, nearest
+    from agentguard.gateway.server import Stack
+    from agentguard.policy import Policy
+    from agentguard.reference import DRAFTS, reference_model
+    from agentguard.study import suites
+    from agentguard.study.command import with_stack
+    from agentguard.study.runner import StudyPlan, parse_arms
+    from agentguard.study.table import render_tts
+    from agentguard.study.tts import GRID, Against, document, run_batch, run_tts
+    from agentguard.tts_settings import TtsSettings
+
+    check_writable("--json", json_path)
+    raw = dict(knob.partition("=")[::2] for knob in knobs)
+    settings = TtsSettings.parse({name: yaml.safe_load(value) for name, value in raw.items()})
+    wanted = [c.strip() for c in cells.split(";") if c.strip()] if cells is not None else list(GRID)
+    for cell in wanted:
+        if cell not in GRID:
+            raise ConfigError("--cells", cell, nearest(cell, GRID))
+    grid = {cell: GRID[cell] for cell in wanted} if grid_n else {}
+    plan = StudyPlan(suites.get(suite), parse_arms("strict"), sessions, seed, concurrency=1)
+    drafted = str(reference_model(draft)) if draft in DRAFTS else draft
+    policy = Policy(model=model or str(reference_model("target")), draft=drafted, tts=settings)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    extra: dict[str, object] = {}
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        total = 2 * sessions + len(grid) * min(grid_n, sessions) + (2 * sessions if batch else 0)
+        task = progress.add_task("starting the engine", total=total)
+
+        async def work(stack: Stack) -> list[Against]:
+            progress.update(task, description=f"{suite}, seed {seed}")
+            rows = await run_tts(plan, stack, settings, grid, grid_n, lambda: progress.advance(task))
+            if batch:
+                extra["batch"] = await run_batch(plan, stack, batch, lambda: progress.advance(task))
+            return rows
+
+        rows = run(with_stack(policy, work))
+    Console().print(
+        render_tts(rows, f"{suite}: {sessions} problems, seed {seed}, K = {policy.engine.draft_tokens}, {Path(drafted).name}")
+    )
+    if json_path is not None:
+        json_path.write_text(json.dumps(document(rows, plan, policy, settings, extra), indent=1) + "\n")
+
+
 @click.command()
 @click.option("--n", "sessions", default=12, show_default=True, type=click.IntRange(1), help="Sessions an arm.")
 @_SEED

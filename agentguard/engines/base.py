@@ -59,4 +59,9 @@ class Engine(Protocol):
         engine has no plugin."""
         ...
 
+    async def tts(self, enabled: bool | None = None, settings: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """How the draft's learning stands, after pausing it (``enabled`` false), letting it go on, or changing its settings. Raises
+        EngineRequestError: 404 from an engine without TTS, 400 for a knob that is wrong."""
+        ...
+
     async def aclose(self) -> None: ...

@@ -17,6 +17,7 @@ from agentguard.errors import EngineDiedError, EngineError, EngineRequestError
 
 logger = structlog.get_logger(__name__)
 MAX_EVENT_BYTES = 8 << 20
+TTS_S = 150.0
 """The largest server-sent event accepted from upstream; a first chunk may carry a whole prompt's ids."""
 
 
@@ -107,6 +108,12 @@ class OpenAIEngine:
             raise
         return Standing(int(reply["think"]), bool(reply["inside"]))
 
+    async def tts(self, enabled: bool | None = None, settings: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        if enabled is None and settings is None:
+            return await self._json("GET", "/v1/agentguard/tts")
+        # the trainer may have to start, which takes 5 to 10 s here
+        return await self._json("POST", "/v1/agentguard/tts", {"enabled": enabled, "settings": settings}, timeout=TTS_S)
+
     def chat(self, body: Mapping[str, Any], request_id: str, session: str) -> Stream:
         return self._stream("/v1/chat/completions", body, {"X-Request-Id": request_id, "X-Session-ID": session})
 
@@ -152,9 +159,9 @@ class OpenAIEngine:
         except httpx2.TransportError as error:
             raise self._failure(error) from error
 
-    async def _json(self, method: str, path: str, body: object = None) -> dict[str, Any]:
+    async def _json(self, method: str, path: str, body: object = None, **options: Any) -> dict[str, Any]:
         try:
-            response = await self._client.request(method, path, json=body)
+            response = await self._client.request(method, path, json=body, **options)
         except httpx2.TransportError as error:
             raise self._failure(error) from error
         if response.status_code != 200:

@@ -22,7 +22,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from agentguard.engines.http import http_client
 from agentguard.errors import ConfigError, EngineDiedError, EngineStartError
 from agentguard.policy import Policy
 from agentguard.trace.markers import of_policy
+from agentguard.tts_settings import BACKEND
 
 STOP_GRACE_S = 15.0
 LOG_TAIL_LINES = 12
@@ -77,7 +78,9 @@ def is_cpu_build() -> bool:
 def command(policy: Policy, port: int, telemetry: str) -> list[str]:
     """The command line that serves the policy's model with the plugin."""
     options, family = policy.engine, of_policy(policy).family
-    settings = {"agentguard": {"rule": policy.rule, "telemetry": telemetry}}
+    settings: dict[str, Any] = {"rule": policy.rule, "telemetry": telemetry}
+    if policy.tts is not None:
+        settings |= {"tts": asdict(policy.tts), "frames": f"{telemetry}-frames"}
     args: dict[str, str | None] = {
         "--model": policy.model,
         "--served-model-name": Path(policy.model).name,
@@ -89,7 +92,7 @@ def command(policy: Policy, port: int, telemetry: str) -> list[str]:
         # a model's generation_config.json must not override sampling behind the client's back (rules.md, 1.3)
         "--generation-config": "vllm",
         "--worker-cls": "engine_plugins.vllm.worker.Worker",
-        "--additional-config": json.dumps(settings),
+        "--additional-config": json.dumps({"agentguard": settings}),
         "--disable-uvicorn-access-log": None,
     }
     if options.max_model_len is not None:
@@ -107,6 +110,8 @@ def command(policy: Policy, port: int, telemetry: str) -> list[str]:
         }
         args["--speculative-config"] = json.dumps(speculative)
         args["--per-request-spec-decode-metrics"] = "summary"
+    if policy.tts is not None:
+        args["--weight-transfer-config"] = json.dumps({"backend": BACKEND})
     if is_cpu_build():
         # compiling a small model costs more than it brings here, and inductor's freezing would bake the draft's weights in
         args["--enforce-eager"] = None

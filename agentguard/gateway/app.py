@@ -28,7 +28,7 @@ from agentguard.telemetry import prometheus
 
 logger = structlog.get_logger(__name__)
 MAX_BODY_BYTES = 16 << 20
-OPERATOR_ROUTES = ("/agentguard/sessions/limit", "/agentguard/close")
+OPERATOR_ROUTES = ("/agentguard/sessions/limit", "/agentguard/close", "/agentguard/tts")
 T = TypeVar("T")
 
 
@@ -62,6 +62,10 @@ def create_app(guard: Guard, *, api_key: str | None = None, operator_key: str | 
         asked = RaiseLimit.read(await _body(request))
         known = guard.raise_limit(asked.session, asked.meter, asked.limit)
         return JSONResponse({"known": known}, 200 if known else 404)
+
+    async def tts(request: Request) -> Response:
+        asked = SetTts.read(await _body(request)) if request.method == "POST" else SetTts()
+        return JSONResponse(await guard.engine.tts(asked.enabled, asked.settings))
 
     async def models(_: Request) -> Response:
         model = {"id": guard.info.model, "object": "model", "owned_by": "agentguard", "max_model_len": guard.info.max_model_len}
@@ -110,6 +114,7 @@ def create_app(guard: Guard, *, api_key: str | None = None, operator_key: str | 
             Route("/agentguard/sessions", sessions),
             Route(OPERATOR_ROUTES[0], raise_limit, methods=["POST"]),
             Route(OPERATOR_ROUTES[1], close, methods=["POST"]),
+            Route(OPERATOR_ROUTES[2], tts, methods=["GET", "POST"]),
             Route("/guard/v1/economics", economics),
             Route("/metrics", metrics),
             Route("/health", health),
@@ -154,6 +159,13 @@ class RaiseLimit(_Ask):
     session: str
     meter: str
     limit: int = Field(1, ge=1)
+
+
+class SetTts(_Ask):
+    """Pause the draft's learning (``enabled`` false), let it go on, or change its settings (agentguard.tts_settings)."""
+
+    enabled: bool | None = None
+    settings: dict[str, Any] | None = None
 
 
 def _headers(told: Reply) -> dict[str, str]:

@@ -20,7 +20,7 @@ from agentguard.engines.base import Engine
 from agentguard.errors import ConfigError, EngineError
 from agentguard.gateway.server import Stack
 from agentguard.study.runner import StudyPlan
-from agentguard.study.suites.chain import Problem
+from agentguard.study.suites import Gradable
 from agentguard.trace.markers import Family
 from agentguard.trace.tally import find_last
 
@@ -78,7 +78,7 @@ async def run_probe(plan: StudyPlan, stack: Stack) -> ProbeResult:
     return summarise_probe([p for p in (task.result() for task in tasks) if p is not None])
 
 
-async def probe(engine: Engine, model: str, family: Family, problem: Problem, *, seed: int, limit: int = 1500) -> Probed | None:
+async def probe(engine: Engine, model: str, family: Family, problem: Gradable, *, seed: int, limit: int = 1500) -> Probed | None:
     """One trace and its branches; None when the model did not close it within ``limit`` tokens. Raises EngineError for a server
     that tells no token ids."""
     body = {"model": model, "messages": [{"role": "user", "content": problem.text}]}

@@ -10,6 +10,7 @@ from agentguard.economics.ratios import Ratio
 from agentguard.study.closing import Closing
 from agentguard.study.probe import ProbeResult
 from agentguard.study.results import ArmResult
+from agentguard.study.tts import Against
 
 ARMS_A_TABLE = 3
 CAPTION = "λ and rounds are ratios to strict [95 % interval]; a rule pays when gain > λ, that is when rounds < 1"
@@ -44,6 +45,26 @@ def render_closing(rows: Sequence[Closing], title: str) -> Table:
         reasons = ", ".join(f"{reason} {n}" for reason, n in row.closed.items())
         table.add_row(row.mode, str(row.right), str(row.rescued), str(row.regressed), str(row.empty), reasons, difference)
     return table
+
+
+def render_tts(rows: Sequence[Against], title: str) -> Table:
+    """A line an arm; ℓ and its gain over the frozen draft in the first and in the last third of the output."""
+    caption = "gain: over the frozen draft on the same problems [95 % interval]; ℓ does not count the bonus token"
+    table = Table(title=title, caption=caption)
+    for heading in ("draft", "n", "ℓ", "ℓ first third", "ℓ last third", "gain there", "tokens/s", "speed", "updates", "publish ms"):
+        table.add_column(heading)
+    for r in rows:
+        first, last = r.thirds[0].value, r.thirds[-1].value
+        publish = "—" if r.publish_ms is None else f"{r.publish_ms:.1f}"
+        table.add_row(
+            r.label, str(r.n), f"{r.length.value:.2f}", f"{first:.2f}", f"{last:.2f}", _ratio(r.gain[-1]), f"{r.tokens_per_s:.0f}",
+            _ratio(r.speed), f"{r.updates:.0f}", publish,
+        )  # fmt: skip
+    return table
+
+
+def _ratio(ratio: Ratio) -> str:
+    return f"{ratio.value:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]"
 
 
 def render_probe(result: ProbeResult, title: str) -> Table:

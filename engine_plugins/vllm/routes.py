@@ -6,14 +6,22 @@ vLLM asks for its API key only there (entrypoints/serve/middleware/authenticate.
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from argparse import Namespace
 from typing import Any
 
-from fastapi import APIRouter, FastAPI, Request
+from fastapi import APIRouter, FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 from agentguard import __version__
+from agentguard.errors import ConfigError, PluginError
+from agentguard.tts_settings import TtsSettings
+from engine_plugins.tts.control import RPC_S, Control, Plan
+
+logger = logging.getLogger("vllm.agentguard")
+TRAINER_START_S = 120.0
 
 router = APIRouter(prefix="/v1/agentguard")
 
@@ -28,9 +36,9 @@ class SetBudget(BaseModel):
 
 
 @router.get("/plugin")
-async def plugin() -> dict[str, Any]:
+async def plugin(request: Request) -> dict[str, Any]:
     """What this engine's plugin can do; a stock server answers 404."""
-    return {"version": __version__, "features": ["rules", "budget"]}
+    return {"version": __version__, "features": ["rules", "budget", *(["tts"] if hasattr(request.app.state, "ag_tts") else [])]}
 
 
 @router.post("/budget")
@@ -48,6 +56,46 @@ async def set_budget(body: SetBudget, request: Request) -> JSONResponse:
     return JSONResponse(found[0])
 
 
+class SetTts(BaseModel):
+    """``enabled``: false goes back to the draft's own weights, true learns on. ``settings``: knobs to change, over those in use."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    enabled: bool | None = None
+    settings: dict[str, Any] | None = None
+
+
+def _tts(request: Request) -> Control:
+    control: Control | None = getattr(request.app.state, "ag_tts", None)
+    if control is None:
+        raise HTTPException(404, "this engine was started without tts; add it to the recipe")
+    return control
+
+
+@router.get("/tts")
+async def tts(request: Request) -> dict[str, Any]:
+    """How the draft's learning stands: state and reason, settings, the trainer's memory in bytes."""
+    return _tts(request).status()
+
+
+@router.post("/tts")
+async def set_tts(body: SetTts, request: Request) -> JSONResponse:
+    """Pause, go on, or change settings; answers when the trainer is ready again. 400 for a knob that is wrong."""
+    control = _tts(request)
+    try:
+        settings = None if body.settings is None else TtsSettings.parse(body.settings, base=control.settings)
+    except ConfigError as error:
+        return JSONResponse({"error": {"message": str(error), "type": "invalid_request_error", "code": 400}}, 400)
+    try:
+        await control.configure(enabled=body.enabled, settings=settings)
+        await control.settled(TRAINER_START_S)
+    except (PluginError, TimeoutError) as error:
+        return JSONResponse(
+            {"error": {"message": f"tts: {error!r}; see GET /v1/agentguard/tts", "type": "engine_error", "code": 503}}, 503
+        )
+    return JSONResponse(control.status())
+
+
 class Endpoints:
     """vLLM's `EndpointPlugin` protocol."""
 
@@ -58,4 +106,25 @@ class Endpoints:
         app.include_router(router)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
-        """Nothing to prepare: vLLM keeps the engine's client in the app's state."""
+        """Start TTS where the engine has it; vLLM keeps the engine's client in the app's state by itself."""
+        if engine_client is None:
+            return
+        config = engine_client.vllm_config
+        settings = (config.additional_config or {}).get("agentguard", {})
+        if settings.get("tts") is None or config.speculative_config is None:
+            return
+        if (getattr(args, "api_server_count", None) or 1) > 1 or config.parallel_config.data_parallel_size > 1:
+            logger.warning(
+                "agentguard: tts is off: it needs one API server and one engine; drop --api-server-count and data parallelism"
+            )
+            return
+
+        async def rpc(method: str, arguments: tuple[Any, ...]) -> list[Any]:
+            answers: list[Any] = await engine_client.collective_rpc(method, timeout=RPC_S, args=arguments)
+            return answers
+
+        speculative = config.speculative_config
+        dtype = str(speculative.draft_model_config.dtype).removeprefix("torch.")
+        plan = Plan(speculative.model, speculative.num_speculative_tokens, settings["frames"], dtype)
+        state.ag_tts = Control(rpc, plan, TtsSettings.parse(settings["tts"]))
+        state.ag_tts_task = asyncio.create_task(state.ag_tts.run(), name="agentguard tts")

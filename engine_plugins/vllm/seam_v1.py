@@ -24,12 +24,14 @@ import torch
 
 from agentguard.events import RowFlag, Verified
 from engine_plugins import rules
+from engine_plugins.tts.capture import Seen
 from engine_plugins.vllm.observe import Coins, Described, describe, entropy, rows_of
 from engine_plugins.vllm.params import RequestParams
 from engine_plugins.vllm.phase import PhaseTracker, ThinkMarkers
 
 if TYPE_CHECKING:
     from agentguard.rulespec import RuleSpec
+    from engine_plugins.tts.serving import Serving
     from engine_plugins.vllm.tap import Tap
 
 FORCED_LOGIT = 1e6  # vLLM writes 1e9 before temperature; no model's logit comes near
@@ -75,6 +77,7 @@ class SeamV1:
         markers: ThinkMarkers | None,
         tap: Tap | None,
         coins: Coins,
+        tts: Serving | None = None,
     ) -> None:
         self._stock = stock
         self._coins = coins
@@ -83,6 +86,7 @@ class SeamV1:
         self._default = default
         self._markers = markers
         self._tap = tap
+        self._tts = tts
         self._requests: dict[str, _Request] = {}
         self._steps = 0
 
@@ -95,17 +99,21 @@ class SeamV1:
         requests = [self._request(i) for i in ids]
         relaxed = any(r.rule is not None for r in requests)
         listened = self._tap is not None and self._tap.wanted
-        if not relaxed and not listened:
+        q: torch.Tensor | None = bound["draft_probs"]
+        learned = self._tts is not None and self._tts.capturing
+        if self._tts is not None and self._tts.version and q is not None:
+            _without_broken_rows(q)
+        if not relaxed and not listened and not learned:
             return self._stock(*args, **kwargs)
         drafts = bound["draft_token_ids"].long()
         logits: torch.Tensor = bound["target_logits"]
-        q: torch.Tensor | None = bound["draft_probs"]
         ends = list(itertools.accumulate(counts))
         spans = list(zip([0, *ends[:-1]], ends, strict=True))
         step = _Step(ids, counts, requests, logits, drafts, q, torch.zeros_like(drafts), spans)
         self._mark(step, bound["sampling_metadata"])
         end = self._markers.end[0] if self._markers is not None else None
         described = describe(logits, q, drafts, step.flagged(RowFlag.GREEDY), end) if listened else None
+        teaching = self._teach(step) if learned else None
         self._coins.take()
         rewritten: list[rules.Rewritten] = []
         try:
@@ -117,7 +125,16 @@ class SeamV1:
                 change.restore(logits)
         if described is not None:
             self._publish(step, described, out)
+        if teaching is not None:
+            assert self._tts is not None
+            self._tts.after(teaching, out)
         return out
+
+    def _teach(self, step: _Step) -> Any:
+        """Take the laws for the trainer, before a relaxed rule rewrites them."""
+        assert self._tts is not None
+        seen = [Seen(i, r.state, *span) for i, r, span in zip(step.ids, step.requests, step.spans, strict=True)]
+        return self._tts.before(seen, step.logits, step.q, step.drafts, step.flagged(RowFlag.FORCED))
 
     def _request(self, req_id: str) -> _Request:
         known = self._requests.get(req_id)
@@ -239,11 +256,27 @@ class SeamV1:
         return tops, nats
 
 
-def install(runner: Any, sampler_module: Any, *, default: RuleSpec, markers: ThinkMarkers | None, tap: Tap | None) -> SeamV1:
+def _without_broken_rows(q: torch.Tensor) -> None:
+    """Set rows of q that are no law (weights that were trained to NaN) to 0: their token is rejected and the target's own law is
+    drawn from, so what is served stays exact."""
+    broken = ~torch.isfinite(q.sum(-1))
+    if broken.any():
+        q[broken] = 0.0
+
+
+def install(
+    runner: Any,
+    sampler_module: Any,
+    *,
+    default: RuleSpec,
+    markers: ThinkMarkers | None,
+    tap: Tap | None,
+    tts: Serving | None = None,
+) -> SeamV1:
     """Wrap `sampler_module.rejection_sample` for this runner; a second worker in the process replaces the first one's seam."""
     stock = sampler_module.rejection_sample
     if isinstance(stock, SeamV1):
         stock = stock._stock
-    seam = SeamV1(stock, runner, default=default, markers=markers, tap=tap, coins=Coins.record(sampler_module))
+    seam = SeamV1(stock, runner, default=default, markers=markers, tap=tap, coins=Coins.record(sampler_module), tts=tts)
     sampler_module.rejection_sample = seam
     return seam

@@ -17,7 +17,7 @@ from agentguard.events import VerificationStep, encode_msgpack
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from agentguard.events import Verified
+    from agentguard.events import DraftUpdated, TtsChanged, Verified
 
 HIGH_WATER = 256
 
@@ -46,6 +46,10 @@ class Tap:
         frame = VerificationStep(t=t, engine=self.engine, step=step, requests=list(requests))
         # a PUB-type socket never blocks: at a subscriber's high-water mark the frame is dropped for it
         self._socket.send(encode_msgpack(frame), zmq.NOBLOCK)
+
+    def emit(self, event: DraftUpdated | TtsChanged) -> None:
+        """An event of its own, unnumbered."""
+        self._socket.send(encode_msgpack(event), zmq.NOBLOCK)
 
     def close(self) -> None:
         self._socket.close()

@@ -1,8 +1,8 @@
 """The worker class: ``vllm serve … --worker-cls engine_plugins.vllm.worker.Worker``.
 
 After the model is loaded it installs the verification seam, the CPU correction and the telemetry tap. Server-wide settings come in
-`--additional-config '{"agentguard": {"rule": "strict", "telemetry": "ipc:///run/…", "engine": "engine-0"}}'`.
-"""
+`--additional-config '{"agentguard": {"rule": "strict", "telemetry": "ipc:///run/…", "engine": "engine-0"}}'`; "tts" holds the knobs
+of `agentguard.tts_settings` and "frames" the address of the trainer's socket."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ from vllm.v1.worker import gpu_input_batch
 
 import engine_plugins.vllm as plugin
 from agentguard.errors import ConfigError, PluginError, nearest
+from agentguard.events import TtsState
 from agentguard.rulespec import RuleSpec
+from agentguard.tts_settings import BACKEND, TtsSettings
+from engine_plugins.tts.capture import Capture
+from engine_plugins.tts.serving import Serving
 from engine_plugins.vllm import budget, compat, cpu_fixes, seam_v1
 from engine_plugins.vllm.phase import ThinkMarkers
 from engine_plugins.vllm.tap import Tap
@@ -26,15 +30,46 @@ else:
     from vllm.v1.worker.gpu_worker import Worker as Base
 
 logger = logging.getLogger("vllm.agentguard")
-SETTINGS = ("rule", "telemetry", "engine")
+SETTINGS = ("rule", "telemetry", "engine", "tts", "frames")
 
 
 class Worker(Base):  # type: ignore[misc]  # vLLM is untyped to us
     """The platform's worker with the seam. Refuses to load where it could only be a silent no-op."""
 
+    ag_tts: Serving | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.vllm_config.weight_transfer_config is not None:
+            from engine_plugins.tts import transfer
+
+            transfer.register()
+
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
         self.ag_budgets = install(self)
+
+    def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.ag_tts is not None:
+            self.ag_tts.before_step(scheduler_output, set(self.model_runner.requests))
+        return super().execute_model(scheduler_output, *args, **kwargs)
+
+    def ag_tts_attach(self, path: str) -> dict[str, Any]:
+        return self._tts().attach(path)
+
+    def ag_tts_publish(self, info: dict[str, Any]) -> dict[str, Any]:
+        return self._tts().publish(info)
+
+    def ag_tts_detach(self, state: TtsState, reason: str) -> dict[str, Any]:
+        return self._tts().detach(state, reason)
+
+    def ag_tts_note(self, state: TtsState, reason: str) -> None:
+        self._tts().note(state, reason)
+
+    def _tts(self) -> Serving:
+        if self.ag_tts is None:
+            raise PluginError("this engine was started without tts; add it to additional_config.agentguard, or to the recipe")
+        return self.ag_tts
 
     def ag_set_budget(self, request: str, tokens: int) -> dict[str, Any]:
         """Collective RPC, ordered with the steps: see `budget.BudgetHolder.set_total`."""
@@ -92,11 +127,34 @@ def install(worker: Any) -> budget.BudgetHolder | None:
             "falls back to strict"
         )
     tap = None
+    engine = settings.get("engine", "engine-0")
     if settings.get("telemetry") and worker.is_driver_worker:
-        tap = Tap(settings["telemetry"], settings.get("engine", "engine-0"))
-    seam_v1.install(worker.model_runner, rejection_sampler, default=default, markers=markers, tap=tap)
-    logger.info("agentguard: verification seam installed, default rule %s, telemetry %s", default, "on" if tap else "off")
+        tap = Tap(settings["telemetry"], engine)
+    if settings.get("tts") is not None:
+        worker.ag_tts = _serving(worker, settings, engine, tap)
+    seam_v1.install(worker.model_runner, rejection_sampler, default=default, markers=markers, tap=tap, tts=worker.ag_tts)
+    logger.info(
+        "agentguard: verification seam installed, default rule %s, telemetry %s, tts %s",
+        default, "on" if tap else "off", "on" if worker.ag_tts else "off",
+    )  # fmt: skip
     return budgets
+
+
+def _serving(worker: Any, settings: dict[str, Any], engine: str, tap: Tap | None) -> Serving:
+    """TTS in this worker; refused where it could not publish or capture."""
+    tts = TtsSettings.parse(settings["tts"])
+    if "frames" not in settings:
+        raise ConfigError("additional_config.agentguard.frames", None, "tts needs the address of the trainer's socket, ipc:///…")
+    backend = getattr(worker.vllm_config.weight_transfer_config, "backend", None)
+    if backend != BACKEND:
+        raise ConfigError(
+            "weight_transfer_config.backend", backend, f"tts publishes through {BACKEND!r}; give it with --weight-transfer-config"
+        )
+    method = worker.vllm_config.speculative_config.method
+    if method != "draft_model":
+        raise ConfigError("speculative_config.method", method, "tts trains a draft that is a model of its own; use draft_model")
+    capture = Capture(settings["frames"], window=tts.window, width=tts.top_k) if worker.is_driver_worker else None
+    return Serving(worker, tts, capture, tap.emit if tap is not None else lambda event: None, engine)
 
 
 def _markers(config: Any) -> ThinkMarkers | None:

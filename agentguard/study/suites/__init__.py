@@ -5,10 +5,20 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from agentguard.errors import ConfigError, nearest
 from agentguard.study.suites.chain import Problem, make_problem
+from agentguard.study.suites.prose import make_prompt
+
+
+class Gradable(Protocol):
+    """What a suite asks, and whether a reply is right."""
+
+    @property
+    def text(self) -> str: ...
+
+    def grade(self, reply: str) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,10 +31,10 @@ class Suite:
     name: str
     steps: int
     max_tokens: int
-    draw: Callable[[random.Random, int | None], Problem]
+    draw: Callable[[random.Random, int | None], Gradable]
     sampling: Mapping[str, Any] = field(default_factory=dict)
 
-    def problem(self, seed: int, session: int, step: int, previous: int | None) -> Problem:
+    def problem(self, seed: int, session: int, step: int, previous: int | None) -> Gradable:
         """The problem of a step. Equal for every arm, except for what depends on the arm's own previous answer."""
         return self.draw(random.Random(f"{self.name}/{seed}/{session}/{step}"), previous)
 
@@ -46,6 +56,7 @@ SUITES = {
         # stop: where it would close the trace it writes another pass, and the guard's cutoff ends every trace near 3,200 tokens.
         Suite("chain-long", steps=1, max_tokens=3800, draw=_long, sampling={"bad_words": ["</think>"]}),
         Suite("chain-agent", steps=6, max_tokens=1024, draw=_chain),
+        Suite("prose", steps=1, max_tokens=1536, draw=lambda rng, _: make_prompt(rng), sampling={"min_tokens": 1500}),
     )
 }
 

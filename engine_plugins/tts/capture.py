@@ -1,0 +1,153 @@
+"""Verification rows out of the worker, for the trainer: laws of target and draft over the target's top k, tokens, what was
+accepted.
+
+On CUDA the copies to the host are asynchronous: a step's frame leaves with a later step, when its event has passed. Nothing waits:
+a full queue, or more than `HELD` steps under way, drop a frame, and the next one carries the tokens it had."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import zmq
+from torch import Tensor
+
+from engine_plugins.tts import wire
+from engine_plugins.tts.loss import Rows, top_k
+
+HIGH_WATER = 64
+HELD = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """One request in a step: rows start … stop of the step's tensors."""
+
+    request: str
+    state: Any  # the runner's record: prompt_token_ids, output_token_ids, sampling_params
+    start: int
+    stop: int
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step on its way to the host. event: None where the tensors are there already."""
+
+    seen: Sequence[Seen]
+    facts: list[tuple[int, int, list[int], int]]  # position, since, tokens, output tokens
+    p: Rows
+    q: Tensor | None
+    drafts: Tensor
+    forced: Tensor
+    out: Tensor | None
+    epoch: int
+    version: int
+    round_ms: float
+    event: Any = None
+
+
+class Capture:
+    """The sending end of the trainer's socket. ``endpoint``: a ZMQ address, normally ipc:// in a directory of mode 0700."""
+
+    def __init__(self, endpoint: str, *, window: int, width: int) -> None:
+        self.window, self.width = window, width
+        self.dropped = 0
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.PUSH)
+        self._socket.setsockopt(zmq.SNDHWM, HIGH_WATER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.bind(endpoint)
+        self._sent: dict[str, tuple[Any, int]] = {}
+        self._held: deque[_Step] = deque()
+
+    def forget(self) -> None:
+        """A new trainer knows nothing: the next frames carry their whole window."""
+        self._sent.clear()
+        self._held.clear()
+
+    def before(
+        self, seen: Sequence[Seen], logits: Tensor, q: Tensor | None, drafts: Tensor, forced: Tensor, *, epoch: int, version: int,
+        round_ms: float,
+    ) -> _Step:  # fmt: skip
+        """Take the laws before verification, which a relaxed rule rewrites. logits, q: [rows, V]; drafts, forced: [rows]."""
+        p = top_k(logits, self.width)
+        log_q = None if q is None else p.of(q).log()
+        facts = [self._facts(s) for s in seen]
+        return _Step(seen, facts, _host(p), _to_host(log_q), _copy(drafts), _copy(forced), None, epoch, version, round_ms)
+
+    def after(self, step: _Step, out: Tensor) -> None:
+        """``out``: [requests, K + 1] what the step committed, -1 behind. Sends every step whose copies have arrived."""
+        step.out = _copy(out)
+        if out.is_cuda:
+            step.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            step.event.record()
+        self._held.append(step)
+        while self._held and (self._held[0].event is None or self._held[0].event.query()):
+            self._send(self._held.popleft())
+        if len(self._held) > HELD:
+            self._held.popleft()
+            self.dropped += 1
+
+    def close(self) -> None:
+        self._socket.close()
+        self._context.term()
+
+    def _facts(self, seen: Seen) -> tuple[int, int, list[int], int]:
+        prompt, output = seen.state.prompt_token_ids or (), seen.state.output_token_ids
+        start = len(prompt) + len(output)
+        state, known = self._sent.get(seen.request, (None, 0))
+        since = max(known if state is seen.state else 0, start - self.window)
+        tokens = [*prompt[since:], *output[max(0, since - len(prompt)) :]]
+        return start, since, tokens, len(output)
+
+    def _send(self, step: _Step) -> None:
+        assert step.out is not None
+        drafts, forced, out = step.drafts.tolist(), step.forced.tolist(), step.out.tolist()
+        rounds = []
+        for i, (seen, (start, since, tokens, output)) in enumerate(zip(step.seen, step.facts, strict=True)):
+            rows = slice(seen.start, seen.stop)
+            if seen.start == seen.stop:
+                continue
+            laws = wire.Laws.pack(
+                Rows(step.p.logp[rows], None if step.p.ids is None else step.p.ids[rows]), None if step.q is None else step.q[rows]
+            )
+            committed = [t for t in out[i] if t >= 0]
+            temperature = float(seen.state.sampling_params.temperature)
+            rounds.append(
+                wire.RoundFrame(
+                    seen.request, start, since, tokens, output, drafts[rows], committed, forced[rows], temperature, laws
+                )
+            )
+        if not rounds:
+            return
+        try:
+            self._socket.send(wire.encode(wire.Frame(step.epoch, step.version, step.round_ms, rounds)), zmq.NOBLOCK)
+        except zmq.Again:
+            self.dropped += 1
+            return
+        if len(self._sent) > 4096:
+            self._sent.clear()  # the next frames carry their window again
+        for seen, (start, *_) in zip(step.seen, step.facts, strict=True):
+            self._sent[seen.request] = (seen.state, start)
+
+
+def _host(rows: Rows) -> Rows:
+    ids = None if rows.ids is None else _copy(rows.ids.to(torch.int32))
+    logp = _to_host(rows.logp)
+    assert logp is not None
+    return Rows(logp, ids)
+
+
+def _to_host(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else _copy(tensor.float())
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """On the host, without waiting for the device; the caller's event says when it is there."""
+    if tensor.device.type == "cpu":
+        return tensor
+    held = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return held.copy_(tensor, non_blocking=True)

@@ -1,0 +1,201 @@
+"""TTS in vLLM's API server: owns the trainer process and carries its publishes to the workers by collective RPC.
+
+The trainer is started again after a crash or a stall, with the draft at its start weights meanwhile; after `RESTARTS` of them
+within `RESTART_S` it stays off. Whatever happens to it, serving goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import secrets
+import sys
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from agentguard.errors import PluginError
+from agentguard.tts_settings import TtsSettings
+
+logger = logging.getLogger("vllm.agentguard")
+RESTARTS, RESTART_S = 3, 600.0
+STALL_S = 30.0
+BACKOFF_S = 1.0
+RPC_S = 30.0
+SHARED = Path("/dev/shm")
+
+Rpc = Callable[[str, tuple[Any, ...]], Awaitable[list[Any]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What the trainer needs to know. draft: directory or name of the draft model; k: drafted tokens a round; frames: the workers'
+    ZMQ address; dtype: of the served draft."""
+
+    draft: str
+    k: int
+    frames: str
+    dtype: str
+
+
+@dataclass(slots=True)
+class Control:
+    """``rpc(method, args)`` calls every worker and returns what each said."""
+
+    rpc: Rpc
+    plan: Plan
+    settings: TtsSettings
+    stall_s: float = STALL_S
+    enabled: bool = True
+    state: str = "starting"
+    reason: str = ""
+    process: asyncio.subprocess.Process | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+    updates: int = 0
+    refused: int = 0
+    _ends: deque[float] = field(default_factory=deque)
+    _ready: bool = False
+    """A trainer runs that has said so."""
+    _wake: asyncio.Event = field(default_factory=asyncio.Event)
+    _settled: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def run(self) -> None:
+        """Until cancelled. Ends the trainer with it."""
+        while True:
+            self._wake.clear()
+            if self.state == "off":
+                await self._wake.wait()
+                continue
+            why = await self._one_trainer()
+            if not self._wake.is_set():
+                await self._failed(why)
+
+    async def configure(self, *, enabled: bool | None = None, settings: TtsSettings | None = None) -> None:
+        """Pause, go on, or go on with other settings: for these the trainer is started afresh. TTS that was off gets another
+        chance."""
+        self.enabled = self.enabled if enabled is None else enabled
+        if settings in (None, self.settings) and self._ready:
+            await self._attach_or_pause()
+            return
+        self.settings = settings or self.settings
+        self._ends.clear()
+        await self._say("starting", "", detach=True)
+        self._wake.set()
+
+    async def settled(self, timeout_s: float) -> None:
+        """Until the trainer is live, or TTS is paused or off."""
+        async with asyncio.timeout(timeout_s):
+            await self._settled.wait()
+
+    def status(self) -> dict[str, Any]:
+        process = self.process
+        return {
+            "state": self.state, "reason": self.reason, "enabled": self.enabled, "updates": self.updates, "refused": self.refused,
+            "trainer_pid": process.pid if process is not None and process.returncode is None else None,
+            "settings": asdict(self.settings), "trainer": self.facts,
+        }  # fmt: skip
+
+    async def _one_trainer(self) -> str:
+        """Run one trainer to its end; why it ended."""
+        slots = SHARED / f"agentguard-tts-{secrets.token_hex(8)}"
+        options = {
+            "draft": self.plan.draft, "k": self.plan.k, "frames": self.plan.frames, "slots": str(slots), "dtype": self.plan.dtype,
+            "settings": asdict(self.settings),
+        }  # fmt: skip
+        process = self.process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "engine_plugins.tts.trainer", json.dumps(options),
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        listening = asyncio.create_task(self._listen(process), name="tts trainer")
+        waking = asyncio.create_task(self._wake.wait(), name="tts wake")
+        try:
+            await asyncio.wait((listening, waking), return_when=asyncio.FIRST_COMPLETED)
+            if not listening.done():
+                return "settings changed"
+            return listening.result()
+        finally:
+            self._ready = False
+            for task in (listening, waking):
+                task.cancel()
+            await asyncio.gather(listening, waking, return_exceptions=True)
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+            for path in (slots, slots.with_suffix(".json")):
+                path.unlink(missing_ok=True)
+
+    async def _listen(self, process: asyncio.subprocess.Process) -> str:
+        assert process.stdout is not None
+        while True:
+            try:
+                line = await asyncio.wait_for(process.stdout.readline(), self.stall_s)
+            except TimeoutError:
+                return f"the trainer said nothing for {self.stall_s:g} s"
+            if not line:
+                return f"the trainer ended with status {await process.wait()}"
+            word = json.loads(line)
+            try:
+                await self._heard(word, process)
+            except PluginError as error:
+                return str(error)
+
+    async def _heard(self, word: dict[str, Any], process: asyncio.subprocess.Process) -> None:
+        kind = word.pop("kind")
+        if kind == "ready":
+            self.facts, self._ready = word, True
+            await self._attach_or_pause()
+        elif kind == "publish":
+            answers = await self._call("ag_tts_publish", word)
+            good = all(a["applied"] for a in answers)
+            self.updates += good
+            self.refused += not good
+            answer = {"kind": "answer", "version": word["version"], "ms": max(a["ms"] for a in answers), "applied": good}
+            assert process.stdin is not None
+            with contextlib.suppress(ConnectionError):  # it has ended meanwhile, which the next line says
+                process.stdin.write(json.dumps(answer).encode() + b"\n")
+                await process.stdin.drain()
+        elif kind == "beat":
+            self.facts = self.facts | word
+        else:
+            await self._say("skipped", f"{word['what']}: {word['reason']}", keep=True)
+
+    async def _attach_or_pause(self) -> None:
+        if not self.enabled:
+            await self._say("paused", "", detach=True)
+            return
+        await self._call("ag_tts_attach", self.facts["slots"])
+        await self._say("live", "")
+
+    async def _call(self, method: str, *args: Any) -> list[Any]:
+        try:
+            return await self.rpc(method, args)
+        except Exception as error:  # the engine wraps whatever the worker raised, in several types
+            raise PluginError(f"{method} failed in the worker: {error!r}") from error
+
+    async def _failed(self, why: str) -> None:
+        now = time.monotonic()
+        self._ends.append(now)
+        while self._ends and self._ends[0] < now - RESTART_S:
+            self._ends.popleft()
+        if len(self._ends) > RESTARTS:
+            await self._say("off", f"{why}; the trainer ended {len(self._ends)} times within {RESTART_S:g} s", detach=True)
+            return
+        await self._say("restarting", why, detach=True)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._wake.wait(), BACKOFF_S * 2 ** len(self._ends))
+
+    async def _say(self, state: str, reason: str, *, detach: bool = False, keep: bool = False) -> None:
+        if not keep:
+            self.state, self.reason = state, reason
+            if state in ("live", "paused", "off"):
+                self._settled.set()
+            else:
+                self._settled.clear()
+        try:
+            await self._call("ag_tts_detach" if detach else "ag_tts_note", state, reason)
+        except PluginError as error:
+            logger.error("agentguard: tts %s (%s), which the engine could not be told: %s", state, reason, error)
