@@ -3,7 +3,7 @@
 Frozen and learning runs of a problem follow each other on one engine, in an order that alternates, so drift of the machine hits
 both. Then come the cells of the grid, on the first problems of the plan and with outputs of `GRID_TOKENS`, which the frozen runs
 are cut to for the comparison. Accepted lengths are by place in the output: thirds and buckets of `BUCKET` tokens. Everything is
-computed from events; ℓ does not count the bonus token. """
+computed from events; ℓ does not count the bonus token."""
 
 from __future__ import annotations
 

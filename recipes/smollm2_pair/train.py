@@ -35,7 +35,7 @@ class Plan:
     layers: tuple[int, ...] = (0, 27, 28, 29)
     """Layers of the target the draft starts from."""
     seconds: int = 780
-    """Time for the training, the target's pass included; the rate follows it, so a busy machine sees fewer tokens, not a cut run."""
+    """Time for the training, the target's pass included; the rate follows it, so that a busy machine only sees fewer tokens."""
     batch: int = 4
     """Sequences a step."""
     rate: float = 1e-3
