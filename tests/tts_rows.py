@@ -30,8 +30,9 @@ def laws(rows: int = K, *, seed: int = 0, width: int = 0) -> tuple[Rows, Tensor]
 
 
 def round_frame(
-    start: int, accepted: int, *, request: str = "r", since: int = 0, tokens: list[int] | None = None, drafted: list[int] | None = None,
-    output: int = 100, forced: list[bool] | None = None, temperature: float = 1.0, seed: int = 0, pack: Laws | None = None,
+    start: int, accepted: int, *, request: str = "r", since: int = 0, tokens: list[int] | None = None,
+    drafted: list[int] | None = None, output: int = 100, forced: list[bool] | None = None, temperature: float = 1.0, seed: int = 0,
+    pack: Laws | None = None,
 ) -> RoundFrame:  # fmt: skip
     """A round at ``start`` whose committed tokens count on from there, so that position i holds token i % V."""
     drafted = drafted or [(start + k) % V for k in range(K)]

@@ -42,6 +42,12 @@ class Plan:
     dtype: str
 
 
+def remove(slots: Path) -> None:
+    """What a trainer that was killed could not remove itself."""
+    for path in (slots, slots.with_suffix(".json")):
+        path.unlink(missing_ok=True)
+
+
 @dataclass(slots=True)
 class Control:
     """``rpc(method, args)`` calls every worker and returns what each said."""
@@ -125,16 +131,16 @@ class Control:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
-            for path in (slots, slots.with_suffix(".json")):
-                path.unlink(missing_ok=True)
+            await asyncio.to_thread(remove, slots)
 
     async def _listen(self, process: asyncio.subprocess.Process) -> str:
         assert process.stdout is not None
         while True:
+            limit = self.stall_s
             try:
-                line = await asyncio.wait_for(process.stdout.readline(), self.stall_s)
+                line = await asyncio.wait_for(process.stdout.readline(), limit)
             except TimeoutError:
-                return f"the trainer said nothing for {self.stall_s:g} s"
+                return f"the trainer said nothing for {limit:g} s"
             if not line:
                 return f"the trainer ended with status {await process.wait()}"
             word = json.loads(line)

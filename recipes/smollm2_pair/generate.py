@@ -1,7 +1,7 @@
 """Let the target write the draft's training text: temperature 1, no truncation, offline vLLM.
 
     python generate.py TARGET OUT.jsonl --sequences 400 --seed 1
-    python generate.py TARGET HELD.jsonl --sequences 32 --seed 2 --held-out
+    python generate.py TARGET HELD.jsonl --sequences 64 --seed 2 --held-out
     python generate.py TARGET LONG.jsonl --sequences 8 --seed 3 --held-out --length 1024 --no-stop
 
 A line holds the token ids of prompt and answer and the prompt's length; every second prompt opens a think block. The engine runs

@@ -1,0 +1,78 @@
+"""Our worker with a witness around verification, for tests of TTS in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.v1.sample import rejection_sampler
+
+from engine_plugins.tts.twin import Twin
+from engine_plugins.vllm.worker import Worker as Base
+
+
+class Worker(Base):
+    """Sums 1[token = v] - p(v) over the tokens that rows with a draft give (the bonus token's law is drawn elsewhere).
+
+    Given the past a token is drawn from p, so each sum is a martingale; its variance is the sum of p(v) (1 - p(v)).
+    """
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        self.witness_clear()
+        self.mutant: Twin | None = None
+        ours = rejection_sampler.rejection_sample
+
+        def witnessed(*args: Any, **kwargs: Any) -> torch.Tensor:
+            names = ours._signature.bind_partial(*args, **kwargs).arguments
+            logits, counts = names["target_logits"].float(), names["num_draft_tokens"]
+            p = logits.softmax(-1)
+            if self.mutant is not None and len(counts) == len(self.model_runner.input_batch.req_ids):
+                names["draft_probs"] = self._laws_of_the_mutant(names["draft_token_ids"].tolist(), counts)
+            out = ours(**names)
+            at = 0
+            for request, count in zip(out.tolist(), counts, strict=True):
+                for j, token in enumerate(t for t in request[:count] if t >= 0):
+                    self.excess -= p[at + j]
+                    self.excess[token] += 1
+                    self.variance += p[at + j] * (1 - p[at + j])
+                    self.tokens += 1
+                at += count
+            return out
+
+        rejection_sampler.rejection_sample = witnessed
+        self.seam = ours
+
+    def witness_clear(self) -> None:
+        self.excess = torch.zeros(self.vllm_config.model_config.get_vocab_size(), dtype=torch.float64)
+        self.variance = torch.zeros_like(self.excess)
+        self.tokens = 0
+
+    def witness(self) -> dict[str, Any]:
+        """|z| of each token with at least 20 expected deviations squared, worst first, and how many tokens were seen."""
+        often = (self.variance >= 20).nonzero().squeeze(-1)
+        z = self.excess[often] / self.variance[often].sqrt()
+        order = z.abs().argsort(descending=True)
+        worst = [[int(often[i]), round(float(z[i]), 3)] for i in order[:10]]
+        return {"tokens": self.tokens, "symbols": len(often), "worst": worst}
+
+    def set_reset(self, policy: str) -> None:
+        object.__setattr__(self._tts()._settings, "reset", policy)
+
+    def set_mutant(self, twin: Twin | None) -> None:
+        """Verify with this model's q instead of the one each token was drafted from: the fault the stored q protects from."""
+        self.mutant = twin
+
+    def _laws_of_the_mutant(self, drafted: list[int], counts: list[int]) -> torch.Tensor:
+        assert self.mutant is not None
+        rows, at = [], 0
+        with torch.no_grad():
+            for name, count in zip(self.model_runner.input_batch.req_ids, counts, strict=True):
+                state = self.model_runner.requests[name]
+                known = [*(state.prompt_token_ids or ()), *state.output_token_ids]
+                ids = torch.tensor([known + drafted[at : at + count - 1]])
+                if count:
+                    logits = self.mutant.model(input_ids=ids, use_cache=False, logits_to_keep=count).logits[0]
+                    rows.append(logits.softmax(-1))
+                at += count
+        return torch.cat(rows)
