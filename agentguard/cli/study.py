@@ -113,11 +113,12 @@ def probe_command(traces: int, seed: int, model: str | None, json_path: Path | N
 @click.option("--draft", help="Draft model.", default="draft-short", show_default=True)
 @_JSON
 def tts_command(
-    suite: str, sessions: int, grid_n: int, cells: str | None, batch: int, knobs: tuple[str, ...], seed: int, model: str | None,
+    suite: str, sessions: int, tokens: int | None, grid_n: int, cells: str | None, batch: int, knobs: tuple[str, ...], seed: int, model: str | None,
     draft: str, json_path: Path | None,
 ) -> None:  # fmt: skip
     """A frozen draft against one that learns while it drafts (TTS), on long outputs, one request at a time."""
     import json
+    from dataclasses import replace
 
     import yaml
     from rich.console import Console
@@ -142,7 +143,9 @@ def tts_command(
         if cell not in GRID:
             raise ConfigError("--cells", cell, nearest(cell, GRID))
     grid = {cell: GRID[cell] for cell in wanted} if grid_n else {}
-    plan = StudyPlan(suites.get(suite), parse_arms("strict"), sessions, seed, concurrency=1)
+    asked = suites.get(suite)
+    asked = asked if tokens is None else replace(asked, max_tokens=tokens)
+    plan = StudyPlan(asked, parse_arms("strict"), sessions, seed, concurrency=1)
     drafted = str(reference_model(draft)) if draft in DRAFTS else draft
     policy = Policy(model=model or str(reference_model("target")), draft=drafted, tts=settings)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())

@@ -13,7 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, unquote
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
 BUCKET = 400
-GRID_TOKENS = 1600
 FROZEN, LEARNING = "frozen", "tts"
 GRID: Mapping[str, Mapping[str, Any]] = {
     "S = 1": {"stride": 1},
@@ -74,13 +73,6 @@ class Run:
     @property
     def rounds(self) -> int:
         return len(self.places)
-
-    def cut(self, tokens: int) -> Run:
-        """The run as it stood after ``tokens`` tokens, its time in proportion to its rounds."""
-        if tokens >= self.tokens:
-            return self
-        places = [place for place in self.places if place[0] < tokens]
-        return replace(self, tokens=tokens, places=places, ttlt_s=self.ttlt_s * len(places) / max(1, self.rounds))
 
     def length(self, low: float = 0, high: float = float("inf")) -> float | None:
         """ℓ over the rounds that begin at low <= position < high; None without one."""
@@ -177,20 +169,19 @@ async def run_tts(
     with stack.hub.sink(collector):
         async with _client(stack) as client:
 
-            async def one(label: str, number: int, what: StudyPlan = plan) -> None:
+            async def one(label: str, number: int) -> None:
                 name = f"{prefix}{quote(label)}/{number}"
-                await session(what, client, stack.guard.info.model, stack.hub, name, number, plan.arms[0], on_step, label=label)
+                await session(plan, client, stack.guard.info.model, stack.hub, name, number, plan.arms[0], on_step, label=label)
 
             await engine.tts(settings=asdict(settings))
             for number in range(plan.sessions):
                 for label in (FROZEN, LEARNING) if number % 2 == 0 else (LEARNING, FROZEN):
                     await engine.tts(enabled=label == LEARNING)
                     await one(label, number)
-            short = replace(plan, suite=replace(plan.suite, max_tokens=min(plan.suite.max_tokens, GRID_TOKENS)))
             for label, changes in grid.items():
                 await engine.tts(enabled=True, settings=asdict(settings) | dict(changes))
                 for number in range(min(grid_n, plan.sessions)):
-                    await one(label, number, short)
+                    await one(label, number)
             if grid:
                 await engine.tts(settings=asdict(settings))
             await asyncio.sleep(0.5)  # the last step's telemetry
@@ -230,7 +221,7 @@ async def _client(stack: Stack) -> AsyncIterator[OpenAIEngine]:
 
 def against(label: str, runs: Sequence[Run], frozen: Mapping[int, Run]) -> Against:
     """The arm's row; ``frozen`` by problem number."""
-    base = [frozen[r.number].cut(r.tokens) for r in runs]
+    base = [frozen[r.number] for r in runs]
     ones = [1.0] * len(runs)
     longest = max(r.tokens for r in runs)
     buckets = []
@@ -287,6 +278,7 @@ def document(
         "suite": plan.suite.name,
         "seed": plan.seed,
         "n": plan.sessions,
+        "max_tokens": plan.suite.max_tokens,
         "temperature": plan.temperature,
         "engine": describe(policy),
         "sha256": {name: weights_hash(path) for name, path in models.items()},

@@ -5,19 +5,25 @@ and re-quantises, and copies into the storage that captured graphs know."""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader, get_layerwise_info
+from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
+from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 
 from agentguard.tts_settings import BACKEND
 from engine_plugins.tts.slots import Slots
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from torch import Tensor
 
@@ -36,17 +42,41 @@ class ShmUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
     slot: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A call of a parameter's own weight loader, as the model's `load_weights` made it: for one tensor of the checkpoint."""
+
+    name: str
+    layer: Any
+    parameter: str
+    loader: Any
+    rest: tuple[Any, ...]  # behind the parameter and the loaded tensor: the shard of a fused matrix
+
+
 class ShmWeightTransfer(WeightTransferEngine[ShmInit, ShmUpdate]):  # type: ignore[misc]
+    """The first session of a trainer goes through vLLM's layerwise reload and writes down which loader got which tensor. Where no
+    layer is quantised, later sessions repeat these calls alone: 4 ms instead of 10 on the reference draft, as no module is walked
+    and no copy counted."""
+
     init_info_cls = ShmInit
     update_info_cls = ShmUpdate
     supports_draft_weight_update = True
     slots: Slots | None = None
+    _plan: list[tuple[Any, list[_Call]]] | None = None
+    _calls: list[_Call]
+    _name = ""
 
     def init_transfer_engine(self, init_info: ShmInit) -> None:
-        self.slots = Slots.open(Path(init_info.path))
+        self.slots, self._plan, self._calls = Slots.open(Path(init_info.path)), None, []
 
     def start_weight_update(self) -> None:
-        initialize_layerwise_reload(self.model)
+        if self._plan is None:
+            self._calls = []
+            initialize_layerwise_reload(self.model)
+            for layer in self.model.modules():
+                for parameter, tensor in get_layer_tensors(layer).items():
+                    if hasattr(tensor, "weight_loader"):
+                        tensor.weight_loader = self._written_down(layer, parameter, tensor.weight_loader)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         # the base class synchronises the accelerator here; a copy on the worker's own stream is ordered anyway, and a CPU has none
@@ -55,16 +85,79 @@ class ShmWeightTransfer(WeightTransferEngine[ShmInit, ShmUpdate]):  # type: igno
     def receive_weights(self, update_info: ShmUpdate) -> None:
         if self.slots is None:
             raise RuntimeError("no trainer has announced its weights; call init_weight_transfer_engine first")
-        weights: Iterable[tuple[str, Tensor]] = self.slots.read(update_info.slot)
-        if self.device.type != "cpu":
-            weights = ((name, tensor.to(self.device)) for name, tensor in weights)
-        self.model.load_weights(weights)
+        if self._plan is None:
+            self.model.load_weights(self._named(self.slots.read(update_info.slot)))
+            return
+        tensors = dict(self.slots.read(update_info.slot))
+        for layer, calls in self._plan:
+            _load(layer, calls, tensors)
 
     def finish_weight_update(self) -> None:
-        finalize_layerwise_reload(self.model, self.model_config)
+        if self._plan is None:
+            finalize_layerwise_reload(self.model, self.model_config)
+            self._plan = self._repeatable()
+        for head in tied(self.model):
+            head.quant_method.process_weights_after_loading(head)
 
     def shutdown(self) -> None:
         self.slots = None
+
+    def _named(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in weights:
+            self._name = name
+            yield name, tensor if self.device.type == "cpu" else tensor.to(self.device)
+
+    def _written_down(self, layer: Any, parameter: str, loader: Any) -> Any:
+        original = _get_original_loader(getattr(layer, parameter))
+
+        @functools.wraps(loader)
+        def write_down(param: Any, loaded: Tensor, *rest: Any) -> Any:
+            self._calls.append(_Call(self._name, layer, parameter, original, rest))
+            return loader(param, loaded, *rest)
+
+        return write_down
+
+    def _repeatable(self) -> list[tuple[Any, list[_Call]]] | None:
+        """The calls by layer; None where repeating them is not all there is to a load."""
+        assert self.slots is not None
+        by_layer: dict[int, tuple[Any, list[_Call]]] = {}
+        for call in self._calls:
+            by_layer.setdefault(id(call.layer), (call.layer, []))[1].append(call)
+        plain = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, type(None))
+        if any(type(getattr(layer, "quant_method", None)) not in plain for layer, _ in by_layer.values()):
+            return None
+        if sorted(c.name for c in self._calls) != sorted(e.name for e in self.slots.entries):
+            return None
+        return list(by_layer.values())
+
+
+def _load(layer: Any, calls: list[_Call], tensors: dict[str, Tensor]) -> None:
+    """Repeat the calls on one layer: into its own storage, or into an unpacked copy where the CPU keeps a packed one."""
+    kernel = dict(layer._parameters)
+    packed = [c.parameter for c in calls if kernel[c.parameter].numel() == 0]
+    for name in set(packed):
+        layer._parameters[name] = materialize_meta_tensor(get_layerwise_info(layer).restore_metadata[0][name])
+    try:
+        for call in calls:
+            call.loader(getattr(layer, call.parameter), tensors[call.name], *call.rest)
+        if hasattr(layer, "cpu_linear"):
+            layer.quant_method.process_weights_after_loading(layer)
+    finally:
+        layer._parameters.update(kernel)
+
+
+def tied(model: Any) -> list[Any]:
+    """Modules that share the weight of another one and keep a packed copy of it, which a reload of the other leaves as it was: on
+    CPU the output matrix of a model with tied embeddings (its `cpu_linear`, model_executor/layers/utils.py)."""
+    first: dict[int, Any] = {}
+    found = []
+    for module in model.modules():
+        weight = module._parameters.get("weight")
+        if weight is None or weight.numel() == 0:
+            continue
+        if first.setdefault(id(weight), module) is not module and hasattr(module, "cpu_linear"):
+            found.append(module)
+    return found
 
 
 def register() -> None:

@@ -1,4 +1,5 @@
-"""One engine and one trainer in this process, for exact statements on TTS: `python -m tests.engine.tts_in_process OUT.json`."""
+"""One engine and one trainer in this process, for exact statements on TTS: `python -m tests.engine.tts_in_process OUT.json
+TOKENS`."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ from engine_plugins.tts.slots import Slots
 from engine_plugins.tts.trainer import Trainer
 from engine_plugins.tts.twin import NonFinite, Twin
 
-K, BATCH, TOKENS, LEAST = 6, 64, 220, 100_000
+K, BATCH, TOKENS = 6, 64, 220
 DRAFT = str(reference_model("draft"))
 FACTS = dict.fromkeys(("loss", "train_ms", "rows", "rounds", "live", "frozen", "gain", "break_even"), 0)
 
@@ -109,6 +110,7 @@ def martingale(engine: Engine, between: Callable[[int], None], least: int) -> di
     while engine.call("witness")["tokens"] < least:
         engine.batch(BATCH, TOKENS, between)
     found: dict[str, Any] = engine.call("witness")
+    print(json.dumps(found), flush=True)
     return found
 
 
@@ -121,7 +123,7 @@ def garbage(twin: Twin, generator: torch.Generator, number: int) -> dict[str, to
     return drawn
 
 
-def main(out: Path) -> None:
+def main(out: Path, least: int) -> None:
     torch.manual_seed(1)
     engine = Engine()
     settings = TtsSettings(window=1024, rate=3e-3, min_tokens=0, auto_off=False)
@@ -167,7 +169,7 @@ def main(out: Path) -> None:
         result["aligned_after_a_new_request"] = aligned(engine, twin, live=False)
         result["stale"] = engine.publish(1, epoch)
 
-        result["on"] = martingale(engine, between, LEAST)
+        result["on"] = martingale(engine, between, least)
         result["on"]["updates"] = len(losses)
         generator, count = torch.Generator().manual_seed(5), [0]
 
@@ -177,7 +179,7 @@ def main(out: Path) -> None:
                 slots.write(1 + engine.versions % 2, garbage(twin, generator, count[0]))
                 count[0] += engine.publish(1 + engine.versions % 2, frames[-1].epoch)["applied"]
 
-        result["adversarial"] = martingale(engine, adversary, LEAST)
+        result["adversarial"] = martingale(engine, adversary, least)
         result["adversarial"]["updates"] = count[0]
 
         # the fault: verify with the q of the weights that came since. Both draft sets are real ones, so nothing else is odd
@@ -195,7 +197,7 @@ def main(out: Path) -> None:
         result["mutant"] = martingale(engine, swap, 8_000)
         engine.call("set_mutant", None)
         engine.call("ag_tts_detach", "paused", "")
-        result["off"] = martingale(engine, lambda _: None, LEAST)
+        result["off"] = martingale(engine, lambda _: None, least)
         result["frames_when_off"] = len(engine.frames(200))
     finally:
         slots.close()
@@ -203,4 +205,4 @@ def main(out: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -27,7 +27,7 @@ class Worker(Base):
             names = ours._signature.bind_partial(*args, **kwargs).arguments
             logits, counts = names["target_logits"].float(), names["num_draft_tokens"]
             p = logits.softmax(-1)
-            if self.mutant is not None and len(counts) == len(self.model_runner.input_batch.req_ids):
+            if self.mutant is not None and sum(counts) and len(counts) == len(self.model_runner.input_batch.req_ids):
                 names["draft_probs"] = self._laws_of_the_mutant(names["draft_token_ids"].tolist(), counts)
             out = ours(**names)
             at = 0
