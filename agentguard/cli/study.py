@@ -99,6 +99,7 @@ def probe_command(traces: int, seed: int, model: str | None, json_path: Path | N
 
 @study.command("tts")
 @click.option("--suite", default="chain-long", show_default=True, help="chain-long, or prose for a model with a real vocabulary.")
+@click.option("--tokens", type=click.IntRange(64), help="Most tokens of a request; the suite's by default.")
 @click.option(
     "--n", "sessions", default=64, show_default=True, type=click.IntRange(1), help="Problems, each run frozen and learning."
 )
@@ -113,8 +114,8 @@ def probe_command(traces: int, seed: int, model: str | None, json_path: Path | N
 @click.option("--draft", help="Draft model.", default="draft-short", show_default=True)
 @_JSON
 def tts_command(
-    suite: str, sessions: int, tokens: int | None, grid_n: int, cells: str | None, batch: int, knobs: tuple[str, ...], seed: int, model: str | None,
-    draft: str, json_path: Path | None,
+    suite: str, sessions: int, tokens: int | None, grid_n: int, cells: str | None, batch: int, knobs: tuple[str, ...], seed: int,
+    model: str | None, draft: str, json_path: Path | None,
 ) -> None:  # fmt: skip
     """A frozen draft against one that learns while it drafts (TTS), on long outputs, one request at a time."""
     import json
