@@ -36,6 +36,7 @@ class Worker:
         self.states: list[tuple[str, str]] = []
         self.fails = ""
         self.refuses = False
+        self.cpus: list[int] = []
 
     async def rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
         self.calls.append((method, args))
@@ -45,7 +46,7 @@ class Worker:
             self.states.append((args[0], args[1]))
         if method == "ag_tts_publish":
             return [{"applied": not self.refuses, "ms": 0.0 if self.refuses else 5.0, "reason": ""}]
-        return [{"epoch": 1}]
+        return [{"epoch": 1, "cpus": self.cpus}]
 
     def called(self, method: str) -> list[tuple[Any, ...]]:
         return [args for name, args in self.calls if name == method]

@@ -5,6 +5,7 @@ what every rank sees in the same step (a request begins).
 from __future__ import annotations
 
 import logging
+import os
 import statistics
 import time
 from collections import deque
@@ -64,14 +65,16 @@ class Serving:
 
     def attach(self, path: str) -> dict[str, Any]:
         """A trainer is ready. Loads its start weights, which are the ones in use, so what cannot be loaded shows now."""
-        self._path = ""
-        self._worker.init_weight_transfer_engine({"path": path})
+        if path != self._path:
+            self._path = ""
+            self._worker.init_weight_transfer_engine({"path": path})
         self._load(START)
         self._path, self.version, self._live = path, 0, True
         self.epoch += 1
         if self._capture is not None:
             self._capture.forget()
-        return {"epoch": self.epoch}
+        on_cpu = self._worker.device.type == "cpu"
+        return {"epoch": self.epoch, "cpus": sorted(os.sched_getaffinity(0)) if on_cpu else []}
 
     def publish(self, info: dict[str, Any]) -> dict[str, Any]:
         """Load what the trainer has written. info: version, epoch, slot, action, reason and the facts of the update."""

@@ -109,12 +109,14 @@ class ShmWeightTransfer(WeightTransferEngine[ShmInit, ShmUpdate]):  # type: igno
 
     def _written_down(self, layer: Any, parameter: str, loader: Any) -> Any:
         original = _get_original_loader(getattr(layer, parameter))
+        loader = getattr(loader, "ag_inner", loader)  # vLLM keeps what an earlier trainer's session wrapped
 
         @functools.wraps(loader)
         def write_down(param: Any, loaded: Tensor, *rest: Any) -> Any:
             self._calls.append(_Call(self._name, layer, parameter, original, rest))
             return loader(param, loaded, *rest)
 
+        write_down.ag_inner = loader  # type: ignore[attr-defined]
         return write_down
 
     def _repeatable(self) -> list[tuple[Any, list[_Call]]] | None:
