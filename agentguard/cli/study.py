@@ -108,14 +108,15 @@ def probe_command(traces: int, seed: int, model: str | None, json_path: Path | N
 )
 @click.option("--cells", help="Cells of the grid to run, separated by ';'.  [default: all]")
 @click.option("--batch", default=0, show_default=True, type=click.IntRange(0), help="Also run this many requests at once.")
+@click.option("--alternate", metavar="SUITE", help="Instead: requests of --suite and of this one in turn, n of each.")
 @click.option("--set", "knobs", multiple=True, metavar="KNOB=VALUE", help="A setting of the learning arm, such as stride=10.")
 @_SEED
 @click.option("--model", help="Target model; the reference pair's by default.")
 @click.option("--draft", help="Draft model.", default="draft-short", show_default=True)
 @_JSON
 def tts_command(
-    suite: str, sessions: int, tokens: int | None, grid_n: int, cells: str | None, batch: int, knobs: tuple[str, ...], seed: int,
-    model: str | None, draft: str, json_path: Path | None,
+    suite: str, sessions: int, tokens: int | None, grid_n: int, cells: str | None, batch: int,
+    alternate: str | None, knobs: tuple[str, ...], seed: int, model: str | None, draft: str, json_path: Path | None,
 ) -> None:  # fmt: skip
     """A frozen draft against one that learns while it drafts (TTS), on long outputs, one request at a time."""
     import json
@@ -133,7 +134,7 @@ def tts_command(
     from agentguard.study.command import with_stack
     from agentguard.study.runner import StudyPlan, parse_arms
     from agentguard.study.table import render_tts
-    from agentguard.study.tts import GRID, Against, document, run_batch, run_tts
+    from agentguard.study.tts import GRID, Against, document, run_alternating, run_batch, run_tts
     from agentguard.tts_settings import TtsSettings
 
     check_writable("--json", json_path)
@@ -149,14 +150,20 @@ def tts_command(
     plan = StudyPlan(asked, parse_arms("strict"), sessions, seed, concurrency=1)
     drafted = str(reference_model(draft)) if draft in DRAFTS else draft
     policy = Policy(model=model or str(reference_model("target")), draft=drafted, tts=settings)
+    other = None if alternate is None else suites.get(alternate)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     extra: dict[str, object] = {}
     with Progress(*columns, console=Console(stderr=True)) as progress:
-        total = 2 * sessions + len(grid) * min(grid_n, sessions) + (2 * sessions if batch else 0)
+        total = (
+            4 * sessions if other is not None else 2 * sessions + len(grid) * min(grid_n, sessions) + (2 * sessions if batch else 0)
+        )
         task = progress.add_task("starting the engine", total=total)
 
         async def work(stack: Stack) -> list[Against]:
             progress.update(task, description=f"{suite}, seed {seed}")
+            if other is not None:
+                extra["alternating"] = await run_alternating(plan, other, stack, lambda: progress.advance(task))
+                return []
             rows = await run_tts(plan, stack, settings, grid, grid_n, lambda: progress.advance(task))
             if batch:
                 extra["batch"] = await run_batch(plan, stack, batch, lambda: progress.advance(task))

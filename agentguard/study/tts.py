@@ -13,13 +13,13 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, unquote
 
 from agentguard import __version__
-from agentguard.economics.ratios import Ratio, paired_ratio
+from agentguard.economics.ratios import Ratio, paired_gain, paired_ratio
 from agentguard.engines.openai_http import OpenAIEngine
 from agentguard.engines.vllm_process import describe
 from agentguard.errors import ConfigError
@@ -28,6 +28,7 @@ from agentguard.gateway.server import Stack
 from agentguard.policy import Policy
 from agentguard.reference import weights_hash
 from agentguard.study.runner import StudyPlan, all_or_first_error, session
+from agentguard.study.suites import Suite
 from agentguard.tts_settings import TtsSettings
 
 if TYPE_CHECKING:
@@ -210,6 +211,43 @@ async def run_batch(plan: StudyPlan, stack: Stack, size: int, on_step: Callable[
     return {"size": size, "arms": [against(label, collector.of(label), frozen).as_json() for label in (FROZEN, LEARNING)]}
 
 
+async def run_alternating(
+    plan: StudyPlan, other: Suite, stack: Stack, on_step: Callable[[], None] = lambda: None
+) -> dict[str, Any]:  # fmt: skip
+    """A stream of requests whose domain changes with each: the plan's suite, then ``other``, and so on, with a frozen draft and
+    then with one that learns. What the draft learned for one must not cost the other: ℓ over the frozen draft's, by domain and over
+    all."""
+    prefix = f"tts/{uuid.uuid4().hex[:8]}/"
+    collector = Collector(prefix)
+    suites = (plan.suite, other)
+    with stack.hub.sink(collector):
+        async with _client(stack) as client:
+            for label in (FROZEN, LEARNING):
+                await stack.guard.engine.tts(enabled=label == LEARNING)
+                for number in range(2 * plan.sessions):
+                    asked = replace(plan, suite=suites[number % 2])
+                    name = f"{prefix}{label}/{number}"
+                    await session(
+                        asked, client, stack.guard.info.model, stack.hub, name, number, plan.arms[0], on_step, label=label
+                    )
+            await asyncio.sleep(0.5)
+    runs = {label: {r.number: r for r in collector.of(label)} for label in (FROZEN, LEARNING)}
+
+    def over(numbers: Sequence[int]) -> dict[str, Any]:
+        """Pooled over rounds: what a stream of these requests gains or loses."""
+        pairs = {label: [(sum(a for _, a in runs[label][n].places), runs[label][n].rounds) for n in numbers] for label in runs}
+        gain = paired_gain(pairs[LEARNING], pairs[FROZEN])
+        length = {label: sum(a for a, _ in pairs[label]) / sum(r for _, r in pairs[label]) for label in runs}
+        ratio = paired_ratio(
+            [runs[LEARNING][n].length() or 0.0 for n in numbers], [runs[FROZEN][n].length() or 0.0 for n in numbers]
+        )
+        return {"n": len(numbers), "length": length, "ratio": asdict(ratio), "gain": asdict(gain)}
+
+    everything = range(2 * plan.sessions)
+    by_suite = {suite.name: over(everything[i::2]) for i, suite in enumerate(suites)}
+    return {"suites": by_suite, "all": over(everything)}
+
+
 @asynccontextmanager
 async def _client(stack: Stack) -> AsyncIterator[OpenAIEngine]:
     client = OpenAIEngine(stack.url, name="gateway")
@@ -270,8 +308,15 @@ def document(
     rows: Sequence[Against], plan: StudyPlan, policy: Policy, settings: TtsSettings, extra: Mapping[str, Any]
 ) -> dict[str, Any]:
     """What `--json` writes. ``last_third_gain``: fraction by which ℓ in the last third of the output grows, frozen to learning."""
-    learning = next(r for r in rows if r.label == LEARNING)
-    last = learning.gain[-1]
+    learning = next((r for r in rows if r.label == LEARNING), None)
+    last = (
+        {}
+        if learning is None
+        else {
+            "last_third_gain": learning.gain[-1].value - 1,
+            "last_third_gain_ci": [learning.gain[-1].low - 1, learning.gain[-1].high - 1],
+        }
+    )
     models = {"target": Path(policy.model), "draft": Path(policy.draft or "")}
     return {
         "agentguard": __version__,
@@ -283,8 +328,7 @@ def document(
         "engine": describe(policy),
         "sha256": {name: weights_hash(path) for name, path in models.items()},
         "settings": asdict(settings),
-        "last_third_gain": last.value - 1,
-        "last_third_gain_ci": [last.low - 1, last.high - 1],
+        **last,
         "arms": [row.as_json() for row in rows],
         **extra,
     }
