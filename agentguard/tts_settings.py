@@ -37,7 +37,7 @@ class TtsSettings:
     decay: float = 7.0
     proximal: float = 0.0
     rejected: bool = False
-    top_k: int = 0
+    top_k: int = 512
     min_tokens: int = 64
     reset: Literal["request", "never"] = "request"
     clip: float = 1.0

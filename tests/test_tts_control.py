@@ -83,7 +83,7 @@ async def running(rig: Rig) -> AsyncIterator[Rig]:
 
 
 def left_of(path: str) -> list[Path]:
-    return list(Path(path).parent.glob(Path(path).name + "*"))
+    return list(Path(path).parent.parent.glob(Path(path).parent.name + "*"))
 
 
 @contextlib.contextmanager
@@ -100,7 +100,7 @@ def frames(endpoint: str) -> Iterator[Callable[[int], None]]:
         row = round_frame(
             start, 2, since=start - 3 if number else 0, drafted=[1, 2, 3, 4, 5, 6], pack=wire.Laws.pack(p, p.logp)
         )  # fmt: skip
-        socket.send(wire.encode(wire.Frame(1, 0, 10.0, [row])), zmq.NOBLOCK)
+        socket.send(wire.encode(wire.Frame(1, 0, 10.0, 0, [row])), zmq.NOBLOCK)
 
     try:
         yield send
@@ -113,7 +113,8 @@ async def test_a_trainer_learns_publishes_and_ends_with_its_control(tmp_path: Pa
     with frames(rig.endpoint) as send:
         async with running(rig):
             pid = await rig.live()
-            (path,) = rig.worker.called("ag_tts_attach")[0]
+            path, settings = rig.worker.called("ag_tts_attach")[0]
+            assert settings["stride"] == 2
             start = {name: tensor.clone() for name, tensor in Slots.open(Path(path)).read(0)}
             for number in range(40):
                 send(number)
@@ -162,7 +163,7 @@ async def test_a_killed_trainer_is_started_again(tmp_path: Path, monkeypatch: py
         # between the two the worker was told to go back to the start weights
         order = [name for name, _ in rig.worker.calls]
         assert order.index("ag_tts_detach") < len(order) - 1 - order[::-1].index("ag_tts_attach")
-        one, two = (Path(path) for (path,) in rig.worker.called("ag_tts_attach"))
+        one, two = (Path(path) for path, _ in rig.worker.called("ag_tts_attach"))
         assert one != two
         assert not left_of(str(one))
 
@@ -236,7 +237,9 @@ async def test_frames_of_nonsense_end_nothing(tmp_path: Path) -> None:
     async with running(rig):
         pid = await rig.live()
         socket.send(b"not msgpack")
-        socket.send(wire.encode(wire.Frame(1, 0, 1.0, [round_frame(40, 2, drafted=[1, 2, 3])])))  # 3 drafts, and laws of 24 tokens
+        socket.send(
+            wire.encode(wire.Frame(1, 0, 1.0, 0, [round_frame(40, 2, drafted=[1, 2, 3])]))
+        )  # 3 drafts, and laws of 24 tokens
         await rig.until(lambda: any(state == "skipped" for state, _ in rig.worker.states))
         await asyncio.sleep(0.3)
         assert rig.control.state == "live"

@@ -144,3 +144,14 @@ def test_chosen_takes_the_newest_rounds() -> None:
     sequence, _ = history(*[(1, [1, 2, 3, 4])] * 30)
     assert [r.start for r in chosen(sequence, 256, 3)] == [r.start for r in list(sequence.rounds)[-3:]]
     assert len(chosen(sequence, 40, 0)) == 10
+
+
+def test_a_window_that_is_sent_again_takes_the_place_of_what_was_known() -> None:
+    """An id that is used again, or a worker that forgot what it sent."""
+    sequence = Sequence(64)
+    for number in range(60):
+        sequence.add(round_frame(200 + 3 * number, 2, since=197 + 3 * number if number else 136), number)
+    assert sequence.base > 136
+    sequence.add(round_frame(40, 1), 70)
+    assert (sequence.base, sequence.tokens) == (0, [i % V for i in range(42)])
+    assert [r.start for r in sequence.rounds] == [40]

@@ -7,9 +7,11 @@ import torch
 
 from agentguard.tts_settings import TtsSettings
 from engine_plugins.tts import wire
+from engine_plugins.tts.capture import REQUESTS
 from engine_plugins.tts.judge import LEAST, MEMORY, PAY_LEAST, Action, Judge, overhead
+from engine_plugins.tts.layout import Packed
 from engine_plugins.tts.loss import Rows
-from engine_plugins.tts.trainer import REQUESTS, Trainer
+from engine_plugins.tts.trainer import Trainer
 from engine_plugins.tts.twin import Twin
 from tests.tts_rows import K, V, round_frame, small_draft
 
@@ -22,7 +24,7 @@ def trainer(**knobs: object) -> Trainer:
 def frame(number: int, *, epoch: int = 1, request: str = "r", output: int = 100, pack: wire.Laws | None = None) -> wire.Frame:
     start = 40 + 3 * number
     row = round_frame(start, 2, request=request, since=start - 3 if number else 0, output=output, seed=number, pack=pack)
-    return wire.Frame(epoch, 0, 10.0, [row])
+    return wire.Frame(epoch, 0, 10.0, 0, [row])
 
 
 def test_it_learns_every_stride_rounds() -> None:
@@ -92,19 +94,20 @@ def test_rows_of_nan_are_dropped_and_counted() -> None:
     assert learner.updates == 0
 
 
-def test_it_goes_back_when_the_learned_draft_is_worse() -> None:
-    """The stored draft rows are of a draft far from the target, the start weights are the target: learning looks harmful."""
-    settings = TtsSettings.parse({"min_tokens": 0, "stride": 1, "rate": 1e-6})
-    twin = Twin(small_draft(), settings)
+class Spoilt(Twin):
+    """A twin whose live laws are said to be uniform, and whose frozen ones are the target's."""
+
+    def log_laws(self, packed: Packed, *, frozen: bool) -> torch.Tensor:
+        return packed.target.logp if frozen else torch.full_like(packed.target.logp, 1 / V).log()
+
+
+def test_it_goes_back_when_the_learned_draft_is_worse_and_stops_at_the_third_time() -> None:
+    settings = TtsSettings.parse({"min_tokens": 0, "stride": 1, "rate": 1e-2, "window": 64})
+    twin = Spoilt(small_draft(), settings)
     learner = Trainer(twin, settings, K)
-    ids = torch.arange(600)[None] % V
-    truth = twin.model(input_ids=ids, use_cache=False).logits[0].log_softmax(-1).detach()
     seen: list[Action] = []
-    for number in range(120):
-        start = 40 + 3 * number
-        target = Rows(truth[start - 1 : start - 1 + K])
-        laws = wire.Laws.pack(target, torch.full((K, V), 1 / V).log())
-        learner.feed(wire.Frame(1, 0, 10.0, [round_frame(start, 2, since=start - 3 if number else 0, pack=laws)]))
+    for number in range(400):
+        learner.feed(frame(number))
         if learner.due:
             action, why, update = learner.train()
             if action is not Action.GO_ON:
@@ -112,10 +115,23 @@ def test_it_goes_back_when_the_learned_draft_is_worse() -> None:
                 assert "overlaps the target" in why
                 assert update is None
                 assert all(torch.equal(twin.base[n], p) for n, p in twin.trained.items())
-    assert seen[:2] == [Action.ROLL_BACK, Action.ROLL_BACK]
-    assert seen[2] is Action.STOP
-    assert learner.stopped
+    assert seen == [Action.ROLL_BACK, Action.ROLL_BACK, Action.STOP]
+    assert "for the 3rd time" in learner.stopped
     assert not learner.due
+    learner.feed(frame(0, epoch=2))
+    assert learner.stopped == ""
+
+
+def test_equal_weights_are_judged_equal_far_into_a_request() -> None:
+    """Live and frozen are looked at on the same window, so a window that is too short for the draft favours neither."""
+    learner = trainer(rate=1e-9, stride=1, window=32)
+    for number in range(300):
+        learner.feed(frame(number))
+        if learner.due:
+            learner.train()
+    at = learner.judge.standing(0.0)
+    assert at.rounds > 50
+    assert at.gain == pytest.approx(1, abs=1e-4)
 
 
 def judged(live: float, frozen: float, n: int, *, noise: float = 0.05) -> Judge:
@@ -165,7 +181,7 @@ def test_a_draft_that_did_not_change_is_rarely_rolled_back() -> None:
             if i % 20 == 19 and judge.decide(0.0, auto_off=False)[0] is not Action.GO_ON:
                 wrong += 1
                 break
-    assert wrong <= 20
+    assert wrong <= 10
 
 
 def test_break_even_is_the_cost_of_updates_in_rounds() -> None:

@@ -128,7 +128,7 @@ def tts_command(
 
     from agentguard.errors import ConfigError, nearest
     from agentguard.gateway.server import Stack
-    from agentguard.policy import Policy
+    from agentguard.policy import EngineOptions, Policy
     from agentguard.reference import DRAFTS, reference_model
     from agentguard.study import suites
     from agentguard.study.command import with_stack
@@ -149,8 +149,12 @@ def tts_command(
     asked = asked if tokens is None else replace(asked, max_tokens=tokens)
     plan = StudyPlan(asked, parse_arms("strict"), sessions, seed, concurrency=1)
     drafted = str(reference_model(draft)) if draft in DRAFTS else draft
-    policy = Policy(model=model or str(reference_model("target")), draft=drafted, tts=settings)
+    # a prompt's KV cache would carry what one run's draft had learned into the next run of the same problem
+    options = EngineOptions(extra_args=("--no-enable-prefix-caching",))
+    policy = Policy(model=model or str(reference_model("target")), draft=drafted, tts=settings, engine=options)
     other = None if alternate is None else suites.get(alternate)
+    if other is not None and tokens is not None:
+        other = replace(other, max_tokens=min(other.max_tokens, tokens))
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     extra: dict[str, object] = {}
     with Progress(*columns, console=Console(stderr=True)) as progress:

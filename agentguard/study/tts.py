@@ -20,9 +20,10 @@ from urllib.parse import quote, unquote
 
 from agentguard import __version__
 from agentguard.economics.ratios import Ratio, paired_gain, paired_ratio
+from agentguard.engines.base import Engine
 from agentguard.engines.openai_http import OpenAIEngine
 from agentguard.engines.vllm_process import describe
-from agentguard.errors import ConfigError
+from agentguard.errors import ConfigError, EngineError
 from agentguard.events import DraftUpdated, Event, Graded, StepFinished, StepStarted, StudyStarted, TtsChanged, VerificationStep
 from agentguard.gateway.server import Stack
 from agentguard.policy import Policy
@@ -70,6 +71,8 @@ class Run:
     publish_ms: list[float] = field(default_factory=list)
     train_ms: list[float] = field(default_factory=list)
     changes: list[str] = field(default_factory=list)
+    lost: int = 0
+    """Telemetry frames that did not come while it ran: its rounds are then short of some."""
 
     @property
     def rounds(self) -> int:
@@ -100,6 +103,8 @@ class Collector:
                 run = self.runs[event.session] = Run(unquote(label), int(number))
                 self._by_request[event.request] = self._running = run
             case VerificationStep():
+                if self._running is not None:
+                    self._running.lost += event.lost
                 for verified in event.requests:
                     known = self._by_request.get(verified.request)
                     if known is not None:
@@ -146,6 +151,7 @@ class Against:
     publish_ms: float | None
     train_ms: float | None
     changes: dict[str, int]
+    lost_frames: int
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -174,20 +180,28 @@ async def run_tts(
                 name = f"{prefix}{quote(label)}/{number}"
                 await session(plan, client, stack.guard.info.model, stack.hub, name, number, plan.arms[0], on_step, label=label)
 
-            await engine.tts(settings=asdict(settings))
+            await switch(engine, learning=True, settings=asdict(settings))
             for number in range(plan.sessions):
                 for label in (FROZEN, LEARNING) if number % 2 == 0 else (LEARNING, FROZEN):
-                    await engine.tts(enabled=label == LEARNING)
+                    await switch(engine, learning=label == LEARNING)
                     await one(label, number)
             for label, changes in grid.items():
-                await engine.tts(enabled=True, settings=asdict(settings) | dict(changes))
+                await switch(engine, learning=True, settings=asdict(settings) | dict(changes))
                 for number in range(min(grid_n, plan.sessions)):
                     await one(label, number)
             if grid:
-                await engine.tts(settings=asdict(settings))
+                await switch(engine, learning=True, settings=asdict(settings))
             await asyncio.sleep(0.5)  # the last step's telemetry
     frozen = {r.number: r for r in collector.of(FROZEN)}
     return [against(label, collector.of(label), frozen) for label in (FROZEN, LEARNING, *grid)]
+
+
+async def switch(engine: Engine, *, learning: bool, settings: Mapping[str, Any] | None = None) -> None:
+    """Let the draft learn, or freeze it. Raises EngineError where the engine did not do so: a run under a wrong name is worse than
+    none."""
+    found = await engine.tts(enabled=learning, settings=settings)
+    if found["state"] != ("live" if learning else "paused"):
+        raise EngineError(f"TTS is {found['state']!r} ({found['reason']}), so nothing can be said about it; see the engine's log")
 
 
 async def run_batch(plan: StudyPlan, stack: Stack, size: int, on_step: Callable[[], None] = lambda: None) -> dict[str, Any]:
@@ -204,11 +218,15 @@ async def run_batch(plan: StudyPlan, stack: Stack, size: int, on_step: Callable[
                     await session(plan, client, stack.guard.info.model, stack.hub, name, number, plan.arms[0], on_step, label=label)
 
             for label in (FROZEN, LEARNING):
-                await stack.guard.engine.tts(enabled=label == LEARNING)
+                await switch(stack.guard.engine, learning=label == LEARNING)
                 await all_or_first_error(one(label, number) for number in range(plan.sessions))
             await asyncio.sleep(0.5)
     frozen = {r.number: r for r in collector.of(FROZEN)}
-    return {"size": size, "arms": [against(label, collector.of(label), frozen).as_json() for label in (FROZEN, LEARNING)]}
+    rows = [against(label, collector.of(label), frozen).as_json() for label in (FROZEN, LEARNING)]
+    for row in rows:  # an update belongs to all that run, not to one of them
+        for key in ("updates", "publish_ms", "train_ms", "changes"):
+            del row[key]
+    return {"size": size, "arms": rows}
 
 
 async def run_alternating(
@@ -217,13 +235,15 @@ async def run_alternating(
     """A stream of requests whose domain changes with each: the plan's suite, then ``other``, and so on, with a frozen draft and
     then with one that learns. What the draft learned for one must not cost the other: ℓ over the frozen draft's, by domain and over
     all."""
+    if other.steps != 1:
+        raise ConfigError("suite", other.name, "runs are paired by problem, and a later step's problem depends on the answer")
     prefix = f"tts/{uuid.uuid4().hex[:8]}/"
     collector = Collector(prefix)
     suites = (plan.suite, other)
     with stack.hub.sink(collector):
         async with _client(stack) as client:
             for label in (FROZEN, LEARNING):
-                await stack.guard.engine.tts(enabled=label == LEARNING)
+                await switch(stack.guard.engine, learning=label == LEARNING)
                 for number in range(2 * plan.sessions):
                     asked = replace(plan, suite=suites[number % 2])
                     name = f"{prefix}{label}/{number}"
@@ -277,7 +297,8 @@ def against(label: str, runs: Sequence[Run], frozen: Mapping[int, Run]) -> Again
                 "gain": asdict(paired_ratio(mine, theirs)),
             }
         )
-    thirds = [[r.third(i) or 0.0 for r in runs] for i in range(3)]
+    both = [[(r.third(i), b.third(i)) for r, b in zip(runs, base, strict=True)] for i in range(3)]
+    thirds = [[(mine, theirs) for mine, theirs in third if mine is not None and theirs is not None] for third in both]
     changes: dict[str, int] = {}
     for change in (c.partition(":")[0] for r in runs for c in r.changes):
         changes[change] = changes.get(change, 0) + 1
@@ -285,8 +306,8 @@ def against(label: str, runs: Sequence[Run], frozen: Mapping[int, Run]) -> Again
         label=label,
         n=len(runs),
         length=paired_ratio([r.length() or 0.0 for r in runs], ones),
-        thirds=[paired_ratio(third, ones) for third in thirds],
-        gain=[paired_ratio(third, [b.third(i) or 0.0 for b in base]) for i, third in enumerate(thirds)],
+        thirds=[paired_ratio([mine for mine, _ in third], [1.0] * len(third)) for third in thirds],
+        gain=[paired_ratio([mine for mine, _ in third], [theirs for _, theirs in third]) for third in thirds],
         buckets=buckets,
         rounds=paired_ratio([r.rounds / r.tokens for r in runs], [b.rounds / b.tokens for b in base]),
         speed=paired_ratio([b.ttlt_s / b.tokens for b in base], [r.ttlt_s / r.tokens for r in runs]),
@@ -296,6 +317,7 @@ def against(label: str, runs: Sequence[Run], frozen: Mapping[int, Run]) -> Again
         publish_ms=_median(ms for r in runs for ms in r.publish_ms),
         train_ms=_median(ms for r in runs for ms in r.train_ms),
         changes=changes,
+        lost_frames=sum(r.lost for r in runs),
     )
 
 

@@ -18,14 +18,18 @@ from torch import Tensor
 from engine_plugins.tts import wire
 from engine_plugins.tts.loss import Rows, top_k
 
-HIGH_WATER = 64
+HIGH_WATER = 16
 HELD = 16
+REQUESTS = 8
+"""Of a batch that are learned from, the same ones until they end; more would only make a step slower. With `top_k` 512 and K = 6 a
+frame has at most 300 kB, so a trainer that hangs holds 5 MB here."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """One request in a step: rows start … stop of the step's tensors."""
+    """One request in a step: its place in the batch, and rows start … stop of the step's tensors."""
 
+    index: int
     request: str
     state: Any  # the runner's record: prompt_token_ids, output_token_ids, sampling_params
     start: int
@@ -60,19 +64,23 @@ class Capture:
         self._socket.setsockopt(zmq.SNDHWM, HIGH_WATER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(endpoint)
+        self._members: dict[str, Any] = {}
         self._sent: dict[str, tuple[Any, int]] = {}
         self._held: deque[_Step] = deque()
 
-    def forget(self) -> None:
+    def forget(self, window: int, width: int) -> None:
         """A new trainer knows nothing: the next frames carry their whole window."""
+        self.window, self.width = window, width
         self._sent.clear()
         self._held.clear()
+        self._members.clear()
 
     def before(
         self, seen: Sequence[Seen], logits: Tensor, q: Tensor | None, drafts: Tensor, forced: Tensor, *, epoch: int, version: int,
         round_ms: float,
     ) -> _Step:  # fmt: skip
         """Take the laws before verification, which a relaxed rule rewrites. logits, q: [rows, V]; drafts, forced: [rows]."""
+        seen = self._chosen(seen)
         p = top_k(logits, self.width)
         log_q = None if q is None else p.of(q).log()
         facts = [self._facts(s) for s in seen]
@@ -95,6 +103,16 @@ class Capture:
         self._socket.close()
         self._context.term()
 
+    def _chosen(self, seen: Sequence[Seen]) -> list[Seen]:
+        """The requests that are learned from, those of earlier steps first."""
+        running = {s.request: s.state for s in seen}
+        self._members = {r: state for r, state in self._members.items() if running.get(r) is state}
+        for one in seen:
+            if len(self._members) == REQUESTS:
+                break
+            self._members.setdefault(one.request, one.state)
+        return [s for s in seen if s.request in self._members]
+
     def _facts(self, seen: Seen) -> tuple[int, int, list[int], int]:
         prompt, output = seen.state.prompt_token_ids or (), seen.state.output_token_ids
         start = len(prompt) + len(output)
@@ -107,14 +125,14 @@ class Capture:
         assert step.out is not None
         drafts, forced, out = step.drafts.tolist(), step.forced.tolist(), step.out.tolist()
         rounds = []
-        for i, (seen, (start, since, tokens, output)) in enumerate(zip(step.seen, step.facts, strict=True)):
+        for seen, (start, since, tokens, output) in zip(step.seen, step.facts, strict=True):
             rows = slice(seen.start, seen.stop)
             if seen.start == seen.stop:
                 continue
             laws = wire.Laws.pack(
                 Rows(step.p.logp[rows], None if step.p.ids is None else step.p.ids[rows]), None if step.q is None else step.q[rows]
             )
-            committed = [t for t in out[i] if t >= 0]
+            committed = [t for t in out[seen.index] if t >= 0]
             temperature = float(seen.state.sampling_params.temperature)
             rounds.append(
                 wire.RoundFrame(
@@ -124,7 +142,7 @@ class Capture:
         if not rounds:
             return
         try:
-            self._socket.send(wire.encode(wire.Frame(step.epoch, step.version, step.round_ms, rounds)), zmq.NOBLOCK)
+            self._socket.send(wire.encode(wire.Frame(step.epoch, step.version, step.round_ms, self.dropped, rounds)), zmq.NOBLOCK)
         except zmq.Again:
             self.dropped += 1
             return

@@ -10,8 +10,9 @@ import contextlib
 import json
 import logging
 import os
-import secrets
+import shutil
 import sys
+import tempfile
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
@@ -25,9 +26,13 @@ from agentguard.tts_settings import TtsSettings
 logger = logging.getLogger("vllm.agentguard")
 RESTARTS, RESTART_S = 3, 600.0
 STALL_S = 30.0
+START_S = 120.0
+"""A trainer may be silent for so long before it is ready: torch and transformers take 5 s to import here, a large draft loads
+longer."""
 BACKOFF_S = 1.0
 RPC_S = 30.0
 SHARED = Path("/dev/shm")
+PREFIX = "agentguard-tts-"
 
 Rpc = Callable[[str, tuple[Any, ...]], Awaitable[list[Any]]]
 
@@ -57,10 +62,13 @@ def _beside(pid: int, taken: set[int]) -> None:
             os.sched_setaffinity(pid, free)
 
 
-def remove(slots: Path) -> None:
-    """What a trainer that was killed could not remove itself."""
-    for path in (slots, slots.with_suffix(".json")):
-        path.unlink(missing_ok=True)
+def own_directory() -> Path:
+    """A directory in shared memory that only this user can look into; those of processes that were killed are removed."""
+    for left in SHARED.glob(f"{PREFIX}*-*"):
+        pid = left.name.removeprefix(PREFIX).partition("-")[0]
+        if left.stat().st_uid == os.getuid() and pid.isdecimal() and not Path("/proc", pid).exists():
+            shutil.rmtree(left, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=SHARED))
 
 
 @dataclass(slots=True)
@@ -91,7 +99,11 @@ class Control:
             if self.state == "off":
                 await self._wake.wait()
                 continue
-            why = await self._one_trainer()
+            try:
+                why = await self._one_trainer()
+            except Exception as error:  # whatever it is, the draft must not stay as it happens to be
+                logger.exception("agentguard: tts failed")
+                why = f"the control task failed: {error!r}"
             if not self._wake.is_set():
                 await self._failed(why)
 
@@ -122,10 +134,10 @@ class Control:
 
     async def _one_trainer(self) -> str:
         """Run one trainer to its end; why it ended."""
-        slots = SHARED / f"agentguard-tts-{secrets.token_hex(8)}"
+        directory = await asyncio.to_thread(own_directory)
         options = {
-            "draft": self.plan.draft, "k": self.plan.k, "frames": self.plan.frames, "slots": str(slots), "dtype": self.plan.dtype,
-            "settings": asdict(self.settings),
+            "draft": self.plan.draft, "k": self.plan.k, "frames": self.plan.frames, "slots": str(directory / "slots"),
+            "dtype": self.plan.dtype, "settings": asdict(self.settings),
         }  # fmt: skip
         process = self.process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "engine_plugins.tts.trainer", json.dumps(options),
@@ -146,12 +158,12 @@ class Control:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
-            await asyncio.to_thread(remove, slots)
+            await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
 
     async def _listen(self, process: asyncio.subprocess.Process) -> str:
         assert process.stdout is not None
         while True:
-            limit = self.stall_s
+            limit = self.stall_s if self._ready else max(START_S, self.stall_s)
             try:
                 line = await asyncio.wait_for(process.stdout.readline(), limit)
             except TimeoutError:
@@ -174,13 +186,20 @@ class Control:
             good = all(a["applied"] for a in answers)
             self.updates += good
             self.refused += not good
+            if good and word["action"] == "stop":
+                self.reason = f"not learning from the requests that run: {word['reason']}"
+            elif good and word["action"] == "go_on":
+                self.reason = ""
             answer = {"kind": "answer", "version": word["version"], "ms": max(a["ms"] for a in answers), "applied": good}
             assert process.stdin is not None
             with contextlib.suppress(ConnectionError):  # it has ended meanwhile, which the next line says
                 process.stdin.write(json.dumps(answer).encode() + b"\n")
                 await process.stdin.drain()
         elif kind == "beat":
+            lost = word["dropped_frames"] - self.facts.get("dropped_frames", 0)
             self.facts = self.facts | word
+            if lost > 0:
+                await self._say("skipped", f"{lost} frames found the trainer's queue full", keep=True)
         else:
             await self._say("skipped", f"{word['what']}: {word['reason']}", keep=True)
 
@@ -188,7 +207,7 @@ class Control:
         if not self.enabled:
             await self._say("paused", "", detach=True)
             return
-        answers = await self._call("ag_tts_attach", self.facts["slots"])
+        answers = await self._call("ag_tts_attach", self.facts["slots"], asdict(self.settings))
         if self.process is not None:
             _beside(self.process.pid, {cpu for a in answers for cpu in a["cpus"]})
         await self._say("live", "")

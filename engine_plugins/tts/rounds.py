@@ -40,8 +40,8 @@ class Sequence:
     """Rows dropped because they were not finite."""
 
     def add(self, frame: RoundFrame, number: int) -> Round:
-        """Take in a round. Tokens and rounds a lost frame left a gap before are forgotten."""
-        if frame.since > self.base + len(self.tokens) or not self.tokens:
+        """Take in a round. What does not join on (a gap, or a window sent again) takes the place of what was known."""
+        if not self.base <= frame.since <= self.base + len(self.tokens) or not self.tokens:
             self.base, self.tokens = frame.since, []
             self.rounds.clear()
         del self.tokens[frame.since - self.base :]

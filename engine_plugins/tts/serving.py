@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from agentguard.events import DraftUpdated, TtsChanged, TtsState
+from agentguard.tts_settings import TtsSettings
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from agentguard.tts_settings import TtsSettings
     from engine_plugins.tts.capture import Capture, Seen
 
 logger = logging.getLogger("vllm.agentguard")
@@ -29,7 +29,8 @@ class Serving:
     """The state machine of the served draft's weights.
 
     epoch counts the requests at which the draft stood at its start weights; a publish for another epoch is refused. version is that
-    of the weights in use, 0 at the start. capturing says whether the trainer is sent frames."""
+    of the weights in use, 0 for the start weights. capturing says whether the trainer is sent frames. Nothing in here ends a step
+    of the engine: what fails switches TTS off, with an event."""
 
     def __init__(
         self, worker: Any, settings: TtsSettings, capture: Capture | None, emit: Callable[[Any], None], engine: str
@@ -39,7 +40,8 @@ class Serving:
         self.version = 0
         self._path = ""
         self._live = False  # a trainer is attached and nobody has paused it
-        self._quiet = -1  # epoch that is not learned from any more
+        self._stopped: frozenset[str] = frozenset()  # requests that are not learned from any more
+        self._running: frozenset[str] = frozenset()
         self._gaps: deque[float] = deque(maxlen=64)
         self._last = 0.0
         self._quiet_reload = _Quiet()
@@ -47,32 +49,37 @@ class Serving:
 
     @property
     def capturing(self) -> bool:
-        return self._live and self._capture is not None and self._quiet != self.epoch
+        return self._live and self._capture is not None and not self._stopped
 
     @property
     def round_ms(self) -> float:
         return statistics.median(self._gaps) if self._gaps else 0.0
 
-    def before_step(self, scheduled: Any, running: set[str]) -> None:
-        """Called before each step on every rank: a request that begins alone starts from the weights the draft was trained to."""
-        if self._settings.reset != "request" or not scheduled.scheduled_new_reqs or running - set(scheduled.finished_req_ids):
-            return
-        self.epoch += 1
-        self._last = 0.0
-        if self.version:
-            self._load(START)
-            self.version = 0
+    def before_step(self, scheduled: Any, known: set[str]) -> None:
+        """Called before each step on every rank with what the scheduler says and the requests known so far. A request that begins
+        alone starts from the weights the draft was trained to; requests a trainer has given up on end that when they end."""
+        going_on = known - set(scheduled.finished_req_ids)
+        begun = {new.req_id for new in scheduled.scheduled_new_reqs}
+        self._running = frozenset(going_on | begun)
+        alone = self._settings.reset == "request" and begun and not going_on
+        if alone or (self._stopped and not self._stopped & going_on):
+            self._stopped = frozenset()
+            self.epoch += 1
+            self._last = 0.0
+            if self.version:
+                self._guarded(self._to_the_start, "going back to the start weights")
 
-    def attach(self, path: str) -> dict[str, Any]:
+    def attach(self, path: str, settings: dict[str, Any]) -> dict[str, Any]:
         """A trainer is ready. Loads its start weights, which are the ones in use, so what cannot be loaded shows now."""
+        self._settings = TtsSettings.parse(settings)
         if path != self._path:
             self._path = ""
             self._worker.init_weight_transfer_engine({"path": path})
         self._load(START)
-        self._path, self.version, self._live = path, 0, True
+        self._path, self.version, self._live, self._stopped = path, 0, True, frozenset()
         self.epoch += 1
         if self._capture is not None:
-            self._capture.forget()
+            self._capture.forget(self._settings.window, self._settings.top_k)
         on_cpu = self._worker.device.type == "cpu"
         return {"epoch": self.epoch, "cpus": sorted(os.sched_getaffinity(0)) if on_cpu else []}
 
@@ -85,7 +92,7 @@ class Serving:
         self.version = info["version"] if info["slot"] != START else 0
         self._last = 0.0
         if info["action"] == "stop":
-            self._quiet = self.epoch
+            self._stopped = self._running or frozenset({""})
         if info["action"] != "go_on":
             self._changed("stopped" if info["action"] == "stop" else "rolled_back", info["reason"])
         else:
@@ -99,8 +106,7 @@ class Serving:
         """No trainer any more, or none wanted: back to the start weights, and no frames."""
         self._live = False
         if self.version and self._path:
-            self._load(START)
-        self.version = 0
+            self._to_the_start()
         self._changed(state, reason)
         return {"version": self.version}
 
@@ -108,17 +114,23 @@ class Serving:
         self._changed(state, reason)
 
     def before(self, seen: Sequence[Seen], logits: Tensor, q: Tensor | None, drafts: Tensor, forced: Tensor) -> Any:
-        """Of a verification: what `Capture.before` takes, and the time since the last one."""
+        """Of a verification: what `Capture.before` takes, and the time since the last one. None where that failed."""
         assert self._capture is not None
-        now = time.perf_counter()
+        capture, now = self._capture, time.perf_counter()
         if self._last:
             self._gaps.append((now - self._last) * 1000)
         self._last = now
-        return self._capture.before(seen, logits, q, drafts, forced, epoch=self.epoch, version=self.version, round_ms=self.round_ms)
+        return self._guarded(
+            lambda: capture.before(
+                seen, logits, q, drafts, forced, epoch=self.epoch, version=self.version, round_ms=self.round_ms
+            ),
+            "capturing a verification",
+        )  # fmt: skip
 
     def after(self, step: Any, out: Tensor) -> None:
         assert self._capture is not None
-        self._capture.after(step, out)
+        capture = self._capture
+        self._guarded(lambda: capture.after(step, out), "sending a verification")
 
     def _refusal(self, info: dict[str, Any]) -> str:
         if not self._live or not self._path:
@@ -127,20 +139,44 @@ class Serving:
             return f"made for epoch {info['epoch']}, and a new request began epoch {self.epoch}"
         return ""
 
+    def _to_the_start(self) -> None:
+        self._load(START)
+        self.version = 0
+
     def _load(self, slot: int) -> float:
-        """Load a slot through vLLM's draft weight update session; milliseconds. A failure detaches and is raised."""
+        """Load a slot through vLLM's draft weight update session; milliseconds. A failure loads the start weights, if they can be,
+        and is raised; `version` then says whether they are in use."""
         started = time.perf_counter()
         try:
-            self._quiet_reload.on = True
+            self._session(slot)
+        except Exception:
+            self._live = False
+            self._worker._weight_update_active = False  # vLLM leaves it on where the end of a session fails
+            self._worker.weight_transfer_engine.reset_weight_update_target()
+            if slot != START and self._path:
+                self._session(START)
+                self.version = 0
+            raise
+        return (time.perf_counter() - started) * 1000
+
+    def _session(self, slot: int) -> None:
+        self._quiet_reload.on = True
+        try:
             self._worker.start_draft_weight_update()
             self._worker.update_weights({"slot": slot})
             self._worker.finish_weight_update()
-        except Exception:
-            self._live, self._path = False, ""
-            raise
         finally:
             self._quiet_reload.on = False
-        return (time.perf_counter() - started) * 1000
+
+    def _guarded(self, work: Callable[[], Any], what: str) -> Any:
+        """Inside a step of the engine: a failure of TTS is TTS's own."""
+        try:
+            return work()
+        except Exception as error:
+            logger.exception("agentguard: tts failed in a step")
+            self._live = False
+            self._changed("off", f"{what} failed in the worker: {error!r}")
+            return None
 
     def _changed(self, state: TtsState, reason: str) -> None:
         logger.info("agentguard: tts %s%s", state, f": {reason}" if reason else "")

@@ -56,7 +56,8 @@ class Slots:
             os.posix_fallocate(fd, 0, SLOTS * offset)  # a full /dev/shm is an error now, not a SIGBUS while serving
         finally:
             os.close(fd)
-        path.with_suffix(".json").write_text(json.dumps({"size": offset, "entries": layout}))
+        with os.fdopen(os.open(path.with_suffix(".json"), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            json.dump({"size": offset, "entries": layout}, file)
         slots = cls(path, entries, offset)
         slots.write(0, tensors)
         return slots

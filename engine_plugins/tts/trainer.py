@@ -13,7 +13,7 @@ import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import msgspec
 import torch
@@ -21,6 +21,7 @@ import zmq
 
 from agentguard.tts_settings import TtsSettings
 from engine_plugins.tts import wire
+from engine_plugins.tts.capture import REQUESTS
 from engine_plugins.tts.judge import Action, Judge, overhead
 from engine_plugins.tts.layout import Packed, chosen, pack
 from engine_plugins.tts.loss import overlap
@@ -28,10 +29,9 @@ from engine_plugins.tts.rounds import Sequence
 from engine_plugins.tts.slots import Slots
 from engine_plugins.tts.twin import NonFinite, Twin
 
-REQUESTS = 8  # of a batch that are learned from; more would only make a step slower
 HEARTBEAT_S = 1
-HIGH_WATER = 256
-EVALUATE = 4  # updates between two looks at the frozen draft, whose forward pass costs a third of an update
+HIGH_WATER = 64
+EVALUATE = 3  # updates between two looks at the frozen draft: two forward passes more, a fifth of an update's cost each
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,6 @@ class Trainer:
     number: int = 0  # of verification steps seen
     learned: int = 0  # the step up to which rounds were learned from
     updates: int = 0
-    judged: int = 0
     stopped: str = ""
     """Why this epoch is not learned from any more."""
     round_ms: float = 0.0
@@ -67,6 +66,7 @@ class Trainer:
     sequences: OrderedDict[str, Sequence] = field(default_factory=OrderedDict)
     judge: Judge = field(init=False)
     dropped_rows: int = 0
+    dropped_frames: int = 0
     _since: int = 0  # steps with something to learn from since the last update
 
     def __post_init__(self) -> None:
@@ -77,13 +77,13 @@ class Trainer:
         if frame.epoch != self.epoch:
             self.forget(frame.epoch)
         self.number += 1
-        self.round_ms = frame.round_ms
+        self.round_ms, self.dropped_frames = frame.round_ms, frame.dropped
         ready = False
         for round_ in frame.rounds:
             known = self.sequences.get(round_.request)
             if known is None:
                 known = self.sequences[round_.request] = Sequence(self.settings.window)
-                if len(self.sequences) > REQUESTS:
+                if len(self.sequences) > REQUESTS:  # the worker sends no more at once; what is too many has ended
                     self.sequences.popitem(last=False)
             self.sequences.move_to_end(round_.request)
             before = known.unusable
@@ -96,7 +96,7 @@ class Trainer:
         self.epoch = epoch
         self.sequences.clear()
         self.judge = Judge(self.k)
-        self.learned = self.judged = self.number
+        self.learned = self.number
         self.updates, self.stopped, self._since = 0, "", 0
         self.twin.reset()
 
@@ -119,8 +119,6 @@ class Trainer:
                 if action is Action.STOP:
                     self.stopped = why
                 return action, why, None
-        if not self.updates:
-            self.judged = self.number  # before the first update both drafts are the same
         batch = self._batch(self.settings.stride if self.settings.rows == "stride" else 0)
         if not batch:
             return Action.GO_ON, "", None
@@ -146,22 +144,23 @@ class Trainer:
         return [p for p in packed if p is not None]
 
     def _evaluate(self) -> None:
-        """Compare the served draft, by its stored law, with the frozen one on row 0 of rounds not looked at yet."""
+        """Compare the live draft with the frozen one on row 0 of the rounds that came since the last update."""
         for packed in self._batch(0):
-            new = ((packed.number > self.judged) & (packed.k == 0)).nonzero().squeeze(-1)
-            if packed.source is None or not len(new):
+            new = ((packed.number > self.learned) & (packed.k == 0)).nonzero().squeeze(-1)
+            if not len(new):
                 continue
-            live = overlap(packed.target.logp[new], packed.source.logp[new])
-            frozen = overlap(packed.target.logp[new], self.twin.log_laws(packed, frozen=True)[new])
+            live, frozen = (
+                overlap(packed.target.logp[new], self.twin.log_laws(packed, frozen=frozen)[new]) for frozen in (False, True)
+            )
             for pair in zip(live.tolist(), frozen.tolist(), strict=True):
                 self.judge.add(*pair)
-        self.judged = self.number
 
 
 def main() -> None:
     """``argv``: one JSON object with draft, k, settings, frames (ZMQ address), slots (file to create), dtype of the served
     weights."""
     options = json.loads(sys.argv[1])
+    keep_standard_output()
     torch.set_num_threads(1)
     os.nice(5)  # where it shares a core with the engine, the engine goes first
     settings = TtsSettings.parse(options["settings"])
@@ -180,9 +179,19 @@ def main() -> None:
         context.destroy(linger=0)
 
 
+def keep_standard_output() -> None:
+    """What a library prints must not end up among our lines: it goes to standard error from here on."""
+    global _out
+    _out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+
+_out: TextIO = sys.stdout
+
+
 def say(kind: str, **fields: Any) -> None:
-    sys.stdout.write(json.dumps({"kind": kind, **fields}) + "\n")
-    sys.stdout.flush()
+    _out.write(json.dumps({"kind": kind, **fields}) + "\n")
+    _out.flush()
 
 
 class _Loop:
@@ -208,7 +217,12 @@ class _Loop:
                 self._update()
             if time.monotonic() - beat > HEARTBEAT_S:
                 beat = time.monotonic()
-                say("beat", steps=self.trainer.number, dropped_rows=self.trainer.dropped_rows)
+                say(
+                    "beat",
+                    steps=self.trainer.number,
+                    dropped_rows=self.trainer.dropped_rows,
+                    dropped_frames=self.trainer.dropped_frames,
+                )
 
     def _listen(self) -> bool:
         """Read what the control task says; False when it is gone."""
@@ -223,7 +237,7 @@ class _Loop:
 
     def _drain(self) -> None:
         """Take all frames that have come: a slow step then learns from the newest rounds, and never falls behind further."""
-        while True:
+        for _ in range(HIGH_WATER):  # no more than were waiting: words and beats must not wait for ever
             try:
                 raw = self.socket.recv(zmq.NOBLOCK)
             except zmq.Again:

@@ -5,6 +5,7 @@ and re-quantises, and copies into the storage that captured graphs know."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader, get_layerwise_info
+from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader, _place_kernel_tensors, get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
 from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 
@@ -70,13 +71,29 @@ class ShmWeightTransfer(WeightTransferEngine[ShmInit, ShmUpdate]):  # type: igno
         self.slots, self._plan, self._calls = Slots.open(Path(init_info.path)), None, []
 
     def start_weight_update(self) -> None:
-        if self._plan is None:
-            self._calls = []
+        if self._plan is not None:
+            return
+        self._calls = []
+        with self._restoring():
             initialize_layerwise_reload(self.model)
             for layer in self.model.modules():
                 for parameter, tensor in get_layer_tensors(layer).items():
                     if hasattr(tensor, "weight_loader"):
                         tensor.weight_loader = self._written_down(layer, parameter, tensor.weight_loader)
+
+    @contextlib.contextmanager
+    def _restoring(self) -> Iterator[None]:
+        """Within a layerwise session: a failure gives every layer its tensors back. vLLM leaves them on the meta device, and the
+        next forward pass would end the engine."""
+        try:
+            yield
+        except BaseException:
+            for layer in self.model.modules():
+                info = get_layerwise_info(layer)
+                if info.can_load():
+                    _place_kernel_tensors(layer, info)
+                    info.reset()
+            raise
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         # the base class synchronises the accelerator here; a copy on the worker's own stream is ordered anyway, and a CPU has none
@@ -86,7 +103,8 @@ class ShmWeightTransfer(WeightTransferEngine[ShmInit, ShmUpdate]):  # type: igno
         if self.slots is None:
             raise RuntimeError("no trainer has announced its weights; call init_weight_transfer_engine first")
         if self._plan is None:
-            self.model.load_weights(self._named(self.slots.read(update_info.slot)))
+            with self._restoring():
+                self.model.load_weights(self._named(self.slots.read(update_info.slot)))
             return
         tensors = dict(self.slots.read(update_info.slot))
         for layer, calls in self._plan:
@@ -94,7 +112,8 @@ class ShmWeightTransfer(WeightTransferEngine[ShmInit, ShmUpdate]):  # type: igno
 
     def finish_weight_update(self) -> None:
         if self._plan is None:
-            finalize_layerwise_reload(self.model, self.model_config)
+            with self._restoring():
+                finalize_layerwise_reload(self.model, self.model_config)
             self._plan = self._repeatable()
         for head in tied(self.model):
             head.quant_method.process_weights_after_loading(head)

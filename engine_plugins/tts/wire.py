@@ -63,11 +63,13 @@ class RoundFrame(msgspec.Struct, frozen=True, array_like=True):
 
 class Frame(msgspec.Struct, frozen=True, array_like=True):
     """A step's rounds. epoch: how often the serving draft went back to its trained weights for a new request. version: of the
-    weights that drafted. round_ms: median time of late between two verifications without a publish between them."""
+    weights that drafted. round_ms: median time of late between two verifications without a publish between them. dropped: frames
+    that found the queue full, so far."""
 
     epoch: int
     version: int
     round_ms: float
+    dropped: int
     rounds: list[RoundFrame]
 
 

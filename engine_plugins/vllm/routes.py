@@ -127,4 +127,4 @@ class Endpoints:
         dtype = str(speculative.draft_model_config.dtype).removeprefix("torch.")
         plan = Plan(speculative.model, speculative.num_speculative_tokens, settings["frames"], dtype)
         state.ag_tts = Control(rpc, plan, TtsSettings.parse(settings["tts"]))
-        state.ag_tts_task = asyncio.create_task(state.ag_tts.run(), name="agentguard tts")
+        state.ag_tts_task = asyncio.create_task(state.ag_tts.run(), name="agentguard tts")  # ends with the server's loop

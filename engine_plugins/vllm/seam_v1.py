@@ -101,7 +101,7 @@ class SeamV1:
         listened = self._tap is not None and self._tap.wanted
         q: torch.Tensor | None = bound["draft_probs"]
         learned = self._tts is not None and self._tts.capturing
-        if self._tts is not None and self._tts.version and q is not None:
+        if self._tts is not None and q is not None:
             _without_broken_rows(q)
         if not relaxed and not listened and not learned:
             return self._stock(*args, **kwargs)
@@ -133,7 +133,7 @@ class SeamV1:
     def _teach(self, step: _Step) -> Any:
         """Take the laws for the trainer, before a relaxed rule rewrites them."""
         assert self._tts is not None
-        seen = [Seen(i, r.state, *span) for i, r, span in zip(step.ids, step.requests, step.spans, strict=True)]
+        seen = [Seen(n, step.ids[n], r.state, *step.spans[n]) for n, r in enumerate(step.requests)]
         return self._tts.before(seen, step.logits, step.q, step.drafts, step.flagged(RowFlag.FORCED))
 
     def _request(self, req_id: str) -> _Request:
@@ -257,11 +257,9 @@ class SeamV1:
 
 
 def _without_broken_rows(q: torch.Tensor) -> None:
-    """Set rows of q that are no law (weights that were trained to NaN) to 0: their token is rejected and the target's own law is
-    drawn from, so what is served stays exact."""
-    broken = ~torch.isfinite(q.sum(-1))
-    if broken.any():
-        q[broken] = 0.0
+    """Set rows of q that are no law to 0: their token is rejected and the target's own law is drawn from, so what is served stays
+    exact. Weights that were trained to NaN leave such rows in the draft's KV cache, also after they have gone. No host sync."""
+    q.masked_fill_(~torch.isfinite(q.sum(-1, keepdim=True)), 0.0)
 
 
 def install(

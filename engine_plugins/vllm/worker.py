@@ -54,8 +54,8 @@ class Worker(Base):  # type: ignore[misc]  # vLLM is untyped to us
             self.ag_tts.before_step(scheduler_output, set(self.model_runner.requests))
         return super().execute_model(scheduler_output, *args, **kwargs)
 
-    def ag_tts_attach(self, path: str) -> dict[str, Any]:
-        return self._tts().attach(path)
+    def ag_tts_attach(self, path: str, settings: dict[str, Any]) -> dict[str, Any]:
+        return self._tts().attach(path, settings)
 
     def ag_tts_publish(self, info: dict[str, Any]) -> dict[str, Any]:
         return self._tts().publish(info)

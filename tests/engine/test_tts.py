@@ -42,7 +42,7 @@ def exact(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("state", ["at_the_start", "after_learning", "after_a_new_request"])
+@pytest.mark.parametrize("state", ["at_the_start", "after_learning", "after_a_pause", "after_a_new_request"])
 def test_the_twin_is_the_served_draft(exact: dict[str, Any], state: str) -> None:
     """Every row of q that vLLM stored is the twin's, so loss and rows are aligned and every published weight is in use."""
     found = exact[f"aligned_{state}"]
@@ -65,6 +65,7 @@ def test_strict_keeps_the_targets_law(exact: dict[str, Any], arm: str) -> None:
     assert all(abs(z) < 4 for _, z in found["worst"]), found["worst"]
     if arm != "off":
         assert found["updates"] >= 20
+    assert (found["broken"] > 100) == (arm == "adversarial"), "rows of q that are no law"
 
 
 def test_that_test_sees_the_fault_it_is_for(exact: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ class Engine:
                 "method": "draft_model", "model": DRAFT, "num_speculative_tokens": K, "draft_sample_method": "probabilistic",
             },
             worker_cls="tests.engine.tts_worker.Worker",
-            additional_config={"agentguard": {"tts": {"window": 1024, "reset": "never"}, "frames": endpoint}},
+            additional_config={"agentguard": {"tts": {"window": 1024}, "frames": endpoint}},
             weight_transfer_config={"backend": BACKEND},
         )  # fmt: skip
         self.socket = zmq.Context.instance().socket(zmq.PULL)
@@ -133,7 +134,8 @@ def main(out: Path, least: int) -> None:
     slots = Slots.create(path, twin.payload(), torch.float32)
     result: dict[str, Any] = {}
     try:
-        epoch = engine.call("ag_tts_attach", str(path))["epoch"]
+        knobs = asdict(settings) | {"reset": "never", "top_k": 0}
+        epoch = engine.call("ag_tts_attach", str(path), knobs)["epoch"]
         result["aligned_at_the_start"] = aligned(engine, twin, live=False)
 
         trainer = Trainer(twin, settings, K)
@@ -166,19 +168,29 @@ def main(out: Path, least: int) -> None:
         result["frozen_after_learning"] = aligned(engine, twin, live=False)
 
         # a new request alone starts from the start weights, and a publish made for the old one is refused
-        engine.call("set_reset", "request")
+        engine.call("ag_tts_detach", "paused", "")
+        engine.call("capture_again")
+        result["aligned_after_a_pause"] = aligned(engine, twin, live=False)
+        epoch = engine.call("ag_tts_attach", str(path), knobs)["epoch"]
+        engine.publish(1, epoch)
+        engine.call("ag_tts_attach", str(path), knobs | {"reset": "request"})
+        engine.publish(1, engine.call("epoch"))
         result["aligned_after_a_new_request"] = aligned(engine, twin, live=False)
         result["stale"] = engine.publish(1, epoch)
 
+        learned = len(losses)
         result["on"] = martingale(engine, between, least)
-        result["on"]["updates"] = len(losses)
+        result["on"]["updates"] = len(losses) - learned
         generator, count = torch.Generator().manual_seed(5), [0]
 
         def adversary(step: int) -> None:
+            """Garbage, and every other time back to the start weights while requests run, whose draft KV cache stays garbage."""
             frames = engine.frames()
             if step % 7 == 3 and frames:
                 slots.write(1 + engine.versions % 2, garbage(twin, generator, count[0]))
                 count[0] += engine.publish(1 + engine.versions % 2, frames[-1].epoch)["applied"]
+            elif step % 14 == 10 and frames:
+                engine.publish(0, frames[-1].epoch, "roll_back")
 
         result["adversarial"] = martingale(engine, adversary, least)
         result["adversarial"]["updates"] = count[0]

@@ -27,6 +27,8 @@ class Worker(Base):
             names = ours._signature.bind_partial(*args, **kwargs).arguments
             logits, counts = names["target_logits"].float(), names["num_draft_tokens"]
             p = logits.softmax(-1)
+            if names["draft_probs"] is not None:
+                self.broken += int((~torch.isfinite(names["draft_probs"].sum(-1))).sum())
             if self.mutant is not None and sum(counts) and len(counts) == len(self.model_runner.input_batch.req_ids):
                 names["draft_probs"] = self._laws_of_the_mutant(names["draft_token_ids"].tolist(), counts)
             out = ours(**names)
@@ -46,7 +48,7 @@ class Worker(Base):
     def witness_clear(self) -> None:
         self.excess = torch.zeros(self.vllm_config.model_config.get_vocab_size(), dtype=torch.float64)
         self.variance = torch.zeros_like(self.excess)
-        self.tokens = 0
+        self.tokens = self.broken = 0
 
     def witness(self) -> dict[str, Any]:
         """|z| of each token with at least 20 expected deviations squared, worst first, and how many tokens were seen."""
@@ -54,10 +56,14 @@ class Worker(Base):
         z = self.excess[often] / self.variance[often].sqrt()
         order = z.abs().argsort(descending=True)
         worst = [[int(often[i]), round(float(z[i]), 3)] for i in order[:10]]
-        return {"tokens": self.tokens, "symbols": len(often), "worst": worst}
+        return {"tokens": self.tokens, "symbols": len(often), "broken": self.broken, "worst": worst}
 
-    def set_reset(self, policy: str) -> None:
-        object.__setattr__(self._tts()._settings, "reset", policy)
+    def capture_again(self) -> None:
+        """Frames without a trainer: to see what a paused draft drafts with."""
+        self._tts()._live = True
+
+    def epoch(self) -> int:
+        return self._tts().epoch
 
     def set_mutant(self, twin: Twin | None) -> None:
         """Verify with this model's q instead of the one each token was drafted from: the fault the stored q protects from."""
