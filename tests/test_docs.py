@@ -6,25 +6,32 @@ import importlib.util
 import json
 import re
 import sys
+from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from agentguard.reference import reference_model, weights_hash
 from agentguard.rulespec import KNOBS
+from agentguard.tts_settings import TtsSettings
 
 DOCS = Path(__file__).parents[1] / "docs"
 
 
-@pytest.fixture
-def rules_page(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("rules_page", DOCS / "rules_page.py")
+def script(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "rules_page", module)
+    monkeypatch.setitem(sys.modules, name, module)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture
+def rules_page(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    return script("rules_page", monkeypatch)
 
 
 def test_the_tables_of_the_rules_page_are_those_of_the_kept_results(rules_page: ModuleType) -> None:
@@ -41,3 +48,34 @@ def test_the_rules_page_names_every_rule_with_its_knobs_and_measured_it_twice(ru
         mine = [arm for arm in arms if arm["rule"].split(":")[0] == name]
         assert {arm["filter"] for arm in mine} == {False, True}
         assert all(arm["sessions"] >= 96 for arm in mine)
+
+
+def test_the_tables_of_the_tts_page_are_those_of_the_kept_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    tts_page = script("tts_page", monkeypatch)
+    text = tts_page.PAGE.read_text()
+    assert text == tts_page.page(text)
+    assert text.count("| frozen |") == len(tts_page.STUDIES)
+
+
+def test_the_kept_tts_study_is_of_the_committed_weights() -> None:
+    study = json.loads((DOCS / "tts-study.json").read_text())
+    assert study["n"] >= 64
+    assert study["sha256"] == {
+        "target": weights_hash(reference_model("target")),
+        "draft": weights_hash(reference_model("draft-short")),
+    }
+    low, _ = study["last_third_gain_ci"]
+    assert low >= 0.15
+    assert all(arm["lost_frames"] == 0 for arm in study["arms"])
+
+
+def test_the_tts_page_names_every_setting_with_its_default() -> None:
+    text = (DOCS / "tts.md").read_text()
+    for field in fields(TtsSettings):
+        (written,) = re.findall(rf"^\| `{field.name}` \| (\S+) \|", text, re.MULTILINE)
+        default = field.default
+        assert written == (str(default).lower() if isinstance(default, bool) else written)
+        if isinstance(default, float):
+            assert float(written) == default
+        elif not isinstance(default, bool):
+            assert written == str(default)

@@ -120,7 +120,6 @@ def tts_command(
 ) -> None:  # fmt: skip
     """A frozen draft against one that learns while it drafts (TTS), on long outputs, one request at a time."""
     import json
-    from dataclasses import replace
 
     import yaml
     from rich.console import Console
@@ -146,7 +145,7 @@ def tts_command(
             raise ConfigError("--cells", cell, nearest(cell, GRID))
     grid = {cell: GRID[cell] for cell in wanted} if grid_n else {}
     asked = suites.get(suite)
-    asked = asked if tokens is None else replace(asked, max_tokens=tokens)
+    asked = asked if tokens is None else asked.shortened(tokens)
     plan = StudyPlan(asked, parse_arms("strict"), sessions, seed, concurrency=1)
     drafted = str(reference_model(draft)) if draft in DRAFTS else draft
     # a prompt's KV cache would carry what one run's draft had learned into the next run of the same problem
@@ -154,7 +153,7 @@ def tts_command(
     policy = Policy(model=model or str(reference_model("target")), draft=drafted, tts=settings, engine=options)
     other = None if alternate is None else suites.get(alternate)
     if other is not None and tokens is not None:
-        other = replace(other, max_tokens=min(other.max_tokens, tokens))
+        other = other.shortened(tokens)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     extra: dict[str, object] = {}
     with Progress(*columns, console=Console(stderr=True)) as progress:

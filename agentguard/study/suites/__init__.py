@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from agentguard.errors import ConfigError, nearest
@@ -33,6 +33,11 @@ class Suite:
     max_tokens: int
     draw: Callable[[random.Random, int | None], Gradable]
     sampling: Mapping[str, Any] = field(default_factory=dict)
+
+    def shortened(self, tokens: int) -> Suite:
+        """The suite with at most ``tokens`` a call."""
+        sampling = {k: min(v, tokens - 16) if k == "min_tokens" else v for k, v in self.sampling.items()}
+        return replace(self, max_tokens=min(tokens, self.max_tokens), sampling=sampling)
 
     def problem(self, seed: int, session: int, step: int, previous: int | None) -> Gradable:
         """The problem of a step. Equal for every arm, except for what depends on the arm's own previous answer."""
