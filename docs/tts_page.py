@@ -9,7 +9,7 @@ from typing import Any
 
 DOCS = Path(__file__).parent
 PAGE = DOCS / "tts.md"
-STUDIES = ("tts-study", "tts-grid")
+STUDIES = ("tts-study",)
 
 
 def ratio(value: dict[str, float]) -> str:

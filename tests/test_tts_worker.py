@@ -66,6 +66,7 @@ class Rig:
         self.socket.setsockopt(zmq.LINGER, 0)
         if connect:
             self.socket.connect(self.endpoint)
+            assert self.capture._socket.poll(5000, zmq.POLLOUT), "a frame before the connection is there would be dropped"
 
     def step(self, begun: list[str], running: set[str], finished: set[str] = frozenset()) -> None:  # type: ignore[assignment]
         scheduled = SimpleNamespace(scheduled_new_reqs=[SimpleNamespace(req_id=r) for r in begun], finished_req_ids=finished)

@@ -181,6 +181,13 @@ def main(out: Path, least: int) -> None:
         learned = len(losses)
         result["on"] = martingale(engine, between, least)
         result["on"]["updates"] = len(losses) - learned
+        engine.call("ag_tts_detach", "paused", "")
+        engine.frames(300)
+        result["off"] = martingale(engine, lambda _: None, least)
+        result["frames_when_off"] = len(engine.frames(300))
+
+        # last, as NaN stays in freed blocks of the draft's KV cache, where a later request's masked positions find it again
+        engine.call("ag_tts_attach", str(path), knobs | {"reset": "request"})
         generator, count = torch.Generator().manual_seed(5), [0]
 
         def adversary(step: int) -> None:
@@ -208,10 +215,6 @@ def main(out: Path, least: int) -> None:
 
         twin.reset()
         result["mutant"] = martingale(engine, swap, 8_000)
-        engine.call("set_mutant", None)
-        engine.call("ag_tts_detach", "paused", "")
-        result["off"] = martingale(engine, lambda _: None, least)
-        result["frames_when_off"] = len(engine.frames(200))
     finally:
         slots.close()
     out.write_text(json.dumps(result))
