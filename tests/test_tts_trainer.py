@@ -84,6 +84,18 @@ def test_requests_of_a_batch_are_learned_together_and_bounded() -> None:
     assert update.rows == 3 * REQUESTS
 
 
+def test_a_request_that_has_ended_is_not_learned_from_again() -> None:
+    learner = trainer(stride=2)
+    for number in range(4):
+        learner.feed(frame(number, request="a"))
+    for number in range(20):
+        learner.feed(frame(number, request="b"))
+    _, _, update = learner.train()
+    assert update is not None
+    assert update.rows == 3 * 20
+    assert list(learner.sequences) == ["a", "b"]
+
+
 def test_rows_of_nan_are_dropped_and_counted() -> None:
     learner = trainer()
     broken = wire.Laws.pack(Rows(torch.full((K, V), torch.nan)), None)

@@ -31,6 +31,7 @@ from engine_plugins.tts.twin import NonFinite, Twin
 
 HEARTBEAT_S = 1
 HIGH_WATER = 64
+RESTING = 16  # verifications without a request's rows after which it counts as ended, and is not learned from again and again
 EVALUATE = 3  # updates between two looks at the frozen draft: two forward passes more, a fifth of an update's cost each
 
 
@@ -135,8 +136,9 @@ class Trainer:
 
     def _batch(self, newest: int) -> list[Packed]:
         packed = []
+        ended = self.number - max(RESTING, 2 * self.settings.stride)
         for sequence in self.sequences.values():
-            if sequence.output >= self.settings.min_tokens:
+            if sequence.output >= self.settings.min_tokens and sequence.rounds[-1].number > ended:
                 rounds = chosen(sequence, self.settings.window, newest)
                 packed.append(
                     pack(sequence, rounds, self.settings.window, rejected=self.settings.rejected, mask_token=self.twin.mask_token)
