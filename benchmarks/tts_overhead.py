@@ -103,7 +103,7 @@ def main() -> None:
     try:
         while min(map(len, took.values())) < args.steps:
             on = number % 2 == 0
-            llm.collective_rpc("ag_tts_attach", args=(trainer.path,)) if on else llm.collective_rpc(
+            llm.collective_rpc("ag_tts_attach", args=(trainer.path, asdict(settings))) if on else llm.collective_rpc(
                 "ag_tts_detach", args=("paused", "")
             )
             ask = [{"role": "user", "content": suite.problem(5, number // 2, 1, None).text}]
