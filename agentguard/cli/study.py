@@ -173,9 +173,11 @@ def tts_command(
             return rows
 
         rows = run(with_stack(policy, work))
-    Console().print(
-        render_tts(rows, f"{suite}: {sessions} problems, seed {seed}, K = {policy.engine.draft_tokens}, {Path(drafted).name}")
-    )
+    if other is not None:
+        Console().print_json(data=extra["alternating"])
+    else:
+        title = f"{suite}: {sessions} problems, seed {seed}, K = {policy.engine.draft_tokens}, {Path(drafted).name}"
+        Console().print(render_tts(rows, title))
     if json_path is not None:
         json_path.write_text(json.dumps(document(rows, plan, policy, settings, extra), indent=1) + "\n")
 
