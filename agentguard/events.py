@@ -241,10 +241,11 @@ class RuleSwitched(msgspec.Struct, frozen=True, kw_only=True, tag="rule_switched
 class DraftUpdated(msgspec.Struct, frozen=True, kw_only=True, tag="draft_updated"):
     """The serving draft got new weights from the trainer (TTS).
 
-    version counts the trainer's publishes, epoch the requests that began with the draft's own weights. loss: nats a row before the
-    step, over ``rows`` rows; train_ms: of the step, beside the engine; publish_ms: what the engine stood still. live, frozen: mean
-    overlap with the target of a round's first row, of the served draft and of the one without TTS; gain: (ℓ + 1) of the first over
-    that of the second, from these; break_even: what the gain has to be above."""
+    rounds: verifications the trainer has seen since it started. version counts the trainer's publishes, epoch the requests that
+    began with the draft's own weights. loss: nats a row before the step, over ``rows`` rows; train_ms: of the step, beside the
+    engine; publish_ms: what the engine stood still. live, frozen: mean overlap with the target of a round's first row, of the
+    served draft and of the one without TTS; gain: (ℓ + 1) of the first over that of the second, from these; break_even: what the
+    gain has to be above."""
 
     t: float
     engine: str

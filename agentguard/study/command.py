@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Coroutine
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -15,7 +14,6 @@ import msgspec
 from agentguard import __version__
 from agentguard.economics.ledger import ledger_of
 from agentguard.economics.report import finite
-from agentguard.engines.openai_http import OpenAIEngine
 from agentguard.engines.vllm_process import describe
 from agentguard.errors import EngineError
 from agentguard.events import RuleSwitched
@@ -23,12 +21,10 @@ from agentguard.gateway.server import Stack, serve_stack
 from agentguard.study.closing import Closing, Mode, run_closing, summarise_closing
 from agentguard.study.guarded import GuardResult, summarise_guard
 from agentguard.study.results import ArmResult, summarise
-from agentguard.study.runner import StudyPlan, run
+from agentguard.study.runner import StudyPlan, gateway_client, run
 from agentguard.telemetry.recorder import record, replay
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
     from agentguard.policy import Policy
 
 T = TypeVar("T")
@@ -64,7 +60,7 @@ async def run_study(
     """
     async with serve_stack(policy) as stack:
         on_ready(stack)
-        async with record(stack.hub, events), _client(stack) as client:
+        async with record(stack.hub, events), gateway_client(stack) as client:
             work = (
                 run(plan, client, stack.guard.info.model, stack.hub, on_step)
                 if close is None
@@ -93,15 +89,6 @@ async def with_stack(policy: Policy, work: Callable[[Stack], Coroutine[Any, Any,
 def _guard_result(policy: Policy, events: Path) -> GuardResult:
     recomputed: list[RuleSwitched] = []
     return summarise_guard(replay(events), ledger_of(policy, on_event=recomputed.append), recomputed)
-
-
-@asynccontextmanager
-async def _client(stack: Stack) -> AsyncIterator[OpenAIEngine]:
-    client = OpenAIEngine(stack.url, name="gateway")
-    try:
-        yield client
-    finally:
-        await client.aclose()
 
 
 async def _unless_engine_ends(stack: Stack, work: Any) -> None:

@@ -6,14 +6,16 @@ import asyncio
 import hashlib
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Iterable
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from agentguard.engines.base import Engine
+from agentguard.engines.openai_http import OpenAIEngine
 from agentguard.errors import AgentGuardError, ConfigError
 from agentguard.events import Graded, StudyStarted
+from agentguard.gateway.server import Stack
 from agentguard.policy import Economics
 from agentguard.rulespec import RuleSpec
 from agentguard.study.suites import Suite
@@ -91,6 +93,16 @@ async def run(plan: StudyPlan, client: Engine, model: str, hub: Hub, on_step: Ca
         await all_or_first_error(guarded(number) for number in range(plan.sessions * len(plan.arms)))
     else:
         await all_or_first_error(one(number, arm) for number in range(plan.sessions) for arm in plan.arms)
+
+
+@asynccontextmanager
+async def gateway_client(stack: Stack) -> AsyncIterator[OpenAIEngine]:
+    """A client of the stack's gateway while the block runs."""
+    client = OpenAIEngine(stack.url, name="gateway")
+    try:
+        yield client
+    finally:
+        await client.aclose()
 
 
 async def all_or_first_error(work: Iterable[Coroutine[Any, Any, None]]) -> None:

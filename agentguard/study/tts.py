@@ -12,28 +12,23 @@ import statistics
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import quote, unquote
 
 from agentguard import __version__
 from agentguard.economics.ratios import Ratio, paired_gain, paired_ratio
 from agentguard.engines.base import Engine
-from agentguard.engines.openai_http import OpenAIEngine
 from agentguard.engines.vllm_process import describe
 from agentguard.errors import ConfigError, EngineError
 from agentguard.events import DraftUpdated, Event, Graded, StepFinished, StepStarted, StudyStarted, TtsChanged, VerificationStep
 from agentguard.gateway.server import Stack
 from agentguard.policy import Policy
 from agentguard.reference import weights_hash
-from agentguard.study.runner import StudyPlan, all_or_first_error, session
+from agentguard.study.runner import StudyPlan, all_or_first_error, gateway_client, session
 from agentguard.study.suites import Suite
 from agentguard.tts_settings import TtsSettings
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
 
 BUCKET = 400
 FROZEN, LEARNING = "frozen", "tts"
@@ -174,7 +169,7 @@ async def run_tts(
         )
     )  # fmt: skip
     with stack.hub.sink(collector):
-        async with _client(stack) as client:
+        async with gateway_client(stack) as client:
 
             async def one(label: str, number: int) -> None:
                 name = f"{prefix}{quote(label)}/{number}"
@@ -209,7 +204,7 @@ async def run_batch(plan: StudyPlan, stack: Stack, size: int, on_step: Callable[
     prefix = f"tts/{uuid.uuid4().hex[:8]}/"
     collector = Collector(prefix)
     with stack.hub.sink(collector):
-        async with _client(stack) as client:
+        async with gateway_client(stack) as client:
             gate = asyncio.Semaphore(size)
 
             async def one(label: str, number: int) -> None:
@@ -241,7 +236,7 @@ async def run_alternating(
     collector = Collector(prefix)
     suites = (plan.suite, other)
     with stack.hub.sink(collector):
-        async with _client(stack) as client:
+        async with gateway_client(stack) as client:
             for label in (FROZEN, LEARNING):
                 await switch(stack.guard.engine, learning=label == LEARNING)
                 for number in range(2 * plan.sessions):
@@ -266,15 +261,6 @@ async def run_alternating(
     everything = range(2 * plan.sessions)
     by_suite = {suite.name: over(everything[i::2]) for i, suite in enumerate(suites)}
     return {"suites": by_suite, "all": over(everything)}
-
-
-@asynccontextmanager
-async def _client(stack: Stack) -> AsyncIterator[OpenAIEngine]:
-    client = OpenAIEngine(stack.url, name="gateway")
-    try:
-        yield client
-    finally:
-        await client.aclose()
 
 
 def against(label: str, runs: Sequence[Run], frozen: Mapping[int, Run]) -> Against:

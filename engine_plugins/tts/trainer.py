@@ -37,7 +37,8 @@ EVALUATE = 3  # updates between two looks at the frozen draft: two forward passe
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What a step did. loss in nats a row; train_ms on the trainer's own core; rounds: of the requests it learned from, so far."""
+    """What a step did. loss in nats a row; train_ms on the trainer's own core; rounds: verifications the
+    trainer has seen since it started, over all requests."""
 
     loss: float
     train_ms: float
