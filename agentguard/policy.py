@@ -129,6 +129,9 @@ class EngineOptions(_Model):
     max_num_seqs: int = Field(64, ge=1)
     draft_tokens: int = Field(6, ge=1, le=32)
     """K, the drafted tokens of a round."""
+    draft_method: Literal["auto", "draft_model", "eagle3"] = "auto"
+    """A draft that is a model of its own, or an EAGLE-3 head on the target's hidden states; auto: as the draft's config.json says,
+    or its name where it is not on disk."""
     reasoning_parser: str | None = None
     """vLLM's parser for the model's think markers; None: the family's."""
     kv_cache_gb: float = Field(1.0, gt=0)

@@ -69,7 +69,8 @@ class TtsSettings:
         changes: dict[str, Any] = {}
         for key, value in raw.items():
             try:
-                changes[key] = msgspec.convert(value, hints[key])
+                number = hints[key] is float and isinstance(value, str)  # YAML 1.1 reads 3e-4, without a dot, as a string
+                changes[key] = msgspec.convert(value, hints[key], strict=not number)
             except msgspec.ValidationError as error:
                 raise ConfigError(f"tts.{key}", value, f"has the wrong type: {error}") from None
         return replace(base or cls(), **changes)

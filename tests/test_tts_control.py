@@ -25,7 +25,7 @@ from engine_plugins.tts.slots import Slots
 from tests.tts_rows import round_frame
 
 pytestmark = pytest.mark.timeout(120)
-DRAFT = str(reference_model("draft-short"))
+DRAFT, TARGET = str(reference_model("draft-short")), str(reference_model("target"))
 
 
 class Worker:
@@ -37,6 +37,7 @@ class Worker:
         self.fails = ""
         self.refuses = False
         self.cpus: list[int] = []
+        self.fixed: list[str] = []
 
     async def rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
         self.calls.append((method, args))
@@ -46,7 +47,7 @@ class Worker:
             self.states.append((args[0], args[1]))
         if method == "ag_tts_publish":
             return [{"applied": not self.refuses, "ms": 0.0 if self.refuses else 5.0, "reason": ""}]
-        return [{"epoch": 1, "cpus": self.cpus}]
+        return [self.fixed] if method == "ag_tts_fixed" else [{"epoch": 1, "cpus": self.cpus}]
 
     def called(self, method: str) -> list[tuple[Any, ...]]:
         return [args for name, args in self.calls if name == method]
@@ -56,7 +57,7 @@ class Rig:
     def __init__(self, tmp_path: Path, **settings: Any) -> None:
         self.worker = Worker()
         self.endpoint = f"ipc://{tmp_path}/frames"
-        plan = Plan(DRAFT, 6, self.endpoint, "bfloat16")
+        plan = Plan(DRAFT, TARGET, 6, self.endpoint, "bfloat16")
         self.control = Control(self.worker.rpc, plan, TtsSettings.parse({"min_tokens": 0, "stride": 2, **settings}))
 
     async def until(self, condition: Callable[[], object], timeout_s: float = 60) -> None:
@@ -206,6 +207,18 @@ async def test_a_worker_that_cannot_load_is_the_reason(tmp_path: Path, monkeypat
     async with running(rig):
         await rig.until(lambda: rig.control.state == "off")
         assert "ag_tts_attach failed in the worker: RuntimeError('no such layer')" in rig.control.reason
+
+
+async def test_a_draft_nobody_can_train_is_not_tried_again(tmp_path: Path) -> None:
+    """What is wrong with the set-up is wrong the second time too: TTS is off at once, and says why."""
+    rig = Rig(tmp_path, scope="last:9")
+    async with running(rig):
+        await rig.until(lambda: rig.control.state == "off")
+        assert rig.worker.states == [("off", rig.control.reason)]
+        assert "last:9" in rig.control.reason
+        assert "layers" in rig.control.reason
+        await rig.control.configure(settings=replace(rig.control.settings, scope="last:1"))
+        await rig.live()
 
 
 async def test_a_pause_keeps_the_trainer_and_new_settings_start_another(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 
 import pytest
+import yaml
 
 from agentguard import policy
 from agentguard.errors import ConfigError
@@ -43,6 +44,11 @@ def test_settings_are_changed_over_those_in_use() -> None:
     changed = TtsSettings.parse({"scope": "lora:4"}, base=used)
     assert (changed.stride, changed.scope) == (10, "lora:4")
     assert TtsSettings.parse(asdict(changed)) == changed
+
+
+def test_a_rate_as_yaml_reads_it() -> None:
+    """YAML 1.1 takes 3e-4 for a string, as its numbers want a dot."""
+    assert TtsSettings.parse({"rate": yaml.safe_load("3e-4")}).rate == 3e-4
 
 
 def test_a_recipe_turns_it_on() -> None:

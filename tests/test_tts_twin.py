@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -84,9 +86,7 @@ def test_frozen_laws_stay_those_of_the_start() -> None:
 def test_bad_numbers_change_nothing() -> None:
     twin = Twin(small_draft(), TtsSettings(rate=1e-2))
     good = packed()
-    bad = Packed(
-        good.ids, good.positions, None, good.at, good.k, good.number, Rows(torch.full_like(good.target.logp, torch.nan)), None, 1.0
-    )  # fmt: skip
+    bad = replace(good, attend=None, target=Rows(torch.full_like(good.target.logp, torch.nan)), source=None)
     before = {n: t.clone() for n, t in twin.payload().items()}
     twin.trained["model.norm.weight"].data.fill_(torch.inf)
     with pytest.raises(NonFinite):
@@ -97,17 +97,7 @@ def test_bad_numbers_change_nothing() -> None:
             [
                 good,
                 bad,
-                Packed(
-                    good.ids,
-                    good.positions,
-                    None,
-                    good.at,
-                    good.k,
-                    good.number,
-                    Rows(torch.full_like(good.target.logp, torch.inf)),
-                    None,
-                    1.0,
-                ),
+                replace(good, attend=None, target=Rows(torch.full_like(good.target.logp, torch.inf)), source=None),
             ]
         )
     assert all(torch.equal(before[n], t) for n, t in twin.payload().items())
@@ -149,7 +139,10 @@ def test_the_reference_draft_learns_its_target() -> None:
     generator = torch.Generator().manual_seed(0)
     target = Rows((torch.randn(3, 416, generator=generator) * 3).log_softmax(-1))
     ids = torch.randint(5, 100, (40,), generator=generator)
-    one = Packed(ids, torch.arange(40), None, torch.tensor([37, 38, 39]), torch.arange(3), torch.zeros(3), target, None, 1.0)
+    one = Packed(
+        k=torch.arange(3), number=torch.zeros(3), target=target, source=None, temperature=1.0,
+        ids=ids, positions=torch.arange(40), attend=None, at=torch.tensor([37, 38, 39]),
+    )  # fmt: skip
     before = kl(target, twin.logits(one).log_softmax(-1)).sum().item()
     for _ in range(20):
         twin.step([one])

@@ -288,7 +288,7 @@ def test_rows_that_are_laws_are_left_alone() -> None:
         ({"settings": {"tts": {}}}, "additional_config.agentguard.frames"),
         ({"settings": {"tts": {"strid": 1}, "frames": "ipc:///x"}}, "did you mean 'stride'"),
         ({"settings": {"tts": {}, "frames": "ipc:///x"}, "backend": "nccl"}, "agentguard_shm"),
-        ({"settings": {"tts": {}, "frames": "ipc:///x"}, "method": "eagle3"}, "speculative_config.method='eagle3'"),
+        ({"settings": {"tts": {}, "frames": "ipc:///x"}, "method": "medusa"}, "speculative_config.method='medusa'"),
     ],
 )
 def test_a_set_up_without_effect_is_refused(config: dict[str, Any], named: str) -> None:

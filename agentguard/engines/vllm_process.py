@@ -75,6 +75,16 @@ def is_cpu_build() -> bool:
         return True
 
 
+def draft_method(policy: Policy) -> str:
+    """vLLM's name for how the policy's draft drafts."""
+    draft, asked = policy.draft or "", policy.engine.draft_method
+    if asked != "auto":
+        return asked
+    config = Path(draft, "config.json")
+    kind = " ".join(json.loads(config.read_text()).get("architectures") or ()) if config.is_file() else draft
+    return "eagle3" if "eagle3" in kind.lower().replace("-", "") else "draft_model"
+
+
 def command(policy: Policy, port: int, telemetry: str) -> list[str]:
     """The command line that serves the policy's model with the plugin."""
     options, family = policy.engine, of_policy(policy).family
@@ -103,7 +113,7 @@ def command(policy: Policy, port: int, telemetry: str) -> list[str]:
         args["--reasoning-config"] = json.dumps(reasoning)
     if policy.draft is not None:
         speculative = {
-            "method": "draft_model",
+            "method": draft_method(policy),
             "model": policy.draft,
             "num_speculative_tokens": options.draft_tokens,
             "draft_sample_method": "probabilistic",

@@ -6,9 +6,9 @@ a full queue, or more than `HELD` steps under way, drop a frame, and the next on
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -36,6 +36,35 @@ class Seen:
     stop: int
 
 
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A request's hidden states of one step, on their way to the host. positions: [n]; rows: [n, W]."""
+
+    positions: Tensor
+    rows: Tensor
+
+
+@dataclass(slots=True)
+class _States:
+    """The hidden states of a request's window, in the pieces they came in; ``sent`` of those that were dropped or are here."""
+
+    state: Any
+    pieces: deque[Piece] = field(default_factory=deque)
+    rows: int = 0
+    dropped: int = 0
+    sent: int = 0
+
+    def add(self, piece: Piece, window: int) -> None:
+        self.pieces.append(piece)
+        self.rows += len(piece.rows)
+        while self.rows - len(self.pieces[0].rows) >= window:
+            self.rows -= len(self.pieces.popleft().rows)
+            self.dropped += 1
+
+    def unsent(self) -> list[Piece]:
+        return list(self.pieces)[max(0, self.sent - self.dropped) :]
+
+
 @dataclass(slots=True)
 class _Step:
     """A step on its way to the host. event: None where the tensors are there already."""
@@ -50,6 +79,7 @@ class _Step:
     epoch: int
     version: int
     round_ms: float
+    hidden: list[tuple[list[Piece], int]]  # a request's pieces, and how many it had so far
     event: Any = None
 
 
@@ -67,6 +97,7 @@ class Capture:
         self._members: dict[str, Any] = {}
         self._sent: dict[str, tuple[Any, int]] = {}
         self._held: deque[_Step] = deque()
+        self._states: OrderedDict[str, _States] = OrderedDict()
 
     def forget(self, window: int, width: int) -> None:
         """A new trainer knows nothing: the next frames carry their whole window."""
@@ -74,6 +105,23 @@ class Capture:
         self._sent.clear()
         self._held.clear()
         self._members.clear()
+        for known in self._states.values():
+            known.sent = 0
+
+    def hidden(self, request: str, state: Any, positions: Tensor, rows: Tensor) -> None:
+        """The hidden states the head is about to draft from: positions [n], rows [n, W]. They leave with the request's next frame.
+
+        Kept for the window of `REQUESTS` requests besides those that are learned from; a request that had to make room is not
+        learned from until a window of it has come again.
+        """
+        known = self._states.get(request)
+        if known is None or known.state is not state:
+            known = self._states[request] = _States(state)
+        self._states.move_to_end(request)
+        known.add(Piece(_to_host(positions[-self.window :]), _to_host(rows[-self.window :])), self.window)
+        others = [r for r in self._states if r not in self._members]
+        if len(others) > REQUESTS:
+            del self._states[others[0]]
 
     def before(
         self, seen: Sequence[Seen], logits: Tensor, q: Tensor | None, drafts: Tensor, forced: Tensor, *, epoch: int, version: int,
@@ -82,9 +130,10 @@ class Capture:
         """Take the laws before verification, which a relaxed rule rewrites. logits, q: [rows, V]; drafts, forced: [rows]."""
         seen = self._chosen(seen)
         p = top_k(logits, self.width)
-        log_q = None if q is None else p.of(q).log()
+        log_q = None if q is None else _copy(p.of(q).log().float())
         facts = [self._facts(s) for s in seen]
-        return _Step(seen, facts, _host(p), _to_host(log_q), _copy(drafts), _copy(forced), None, epoch, version, round_ms)
+        hidden = [self._pieces(s) for s in seen]
+        return _Step(seen, facts, _host(p), log_q, _copy(drafts), _copy(forced), None, epoch, version, round_ms, hidden)
 
     def after(self, step: _Step, out: Tensor) -> None:
         """``out``: [requests, K + 1] what the step committed, -1 behind. Sends every step whose copies have arrived."""
@@ -107,6 +156,8 @@ class Capture:
         """The requests that are learned from, those of earlier steps first."""
         running = {s.request: s.state for s in seen}
         self._members = {r: state for r, state in self._members.items() if running.get(r) is state}
+        for request in [r for r, known in self._states.items() if running.get(r) is not known.state]:
+            del self._states[request]
         for one in seen:
             if len(self._members) == REQUESTS:
                 break
@@ -121,11 +172,17 @@ class Capture:
         tokens = [*prompt[since:], *output[max(0, since - len(prompt)) :]]
         return start, since, tokens, len(output)
 
+    def _pieces(self, seen: Seen) -> tuple[list[Piece], int]:
+        known = self._states.get(seen.request)
+        if known is None or known.state is not seen.state:
+            return [], 0
+        return known.unsent(), known.dropped + len(known.pieces)
+
     def _send(self, step: _Step) -> None:
         assert step.out is not None
         drafts, forced, out = step.drafts.tolist(), step.forced.tolist(), step.out.tolist()
         rounds = []
-        for seen, (start, since, tokens, output) in zip(step.seen, step.facts, strict=True):
+        for seen, (start, since, tokens, output), (pieces, _) in zip(step.seen, step.facts, step.hidden, strict=True):
             rows = slice(seen.start, seen.stop)
             if seen.start == seen.stop:
                 continue
@@ -134,9 +191,10 @@ class Capture:
             )
             committed = [t for t in out[seen.index] if t >= 0]
             temperature = float(seen.state.sampling_params.temperature)
+            hidden = [wire.Hidden.pack(int(p.positions[0]), p.rows) for p in pieces]
             rounds.append(
                 wire.RoundFrame(
-                    seen.request, start, since, tokens, output, drafts[rows], committed, forced[rows], temperature, laws
+                    seen.request, start, since, tokens, output, drafts[rows], committed, forced[rows], temperature, laws, hidden
                 )
             )
         if not rounds:
@@ -148,19 +206,21 @@ class Capture:
             return
         if len(self._sent) > 4096:
             self._sent.clear()  # the next frames carry their window again
-        for seen, (start, *_) in zip(step.seen, step.facts, strict=True):
+        for seen, (start, *_), (_, so_far) in zip(step.seen, step.facts, step.hidden, strict=True):
             self._sent[seen.request] = (seen.state, start)
+            known = self._states.get(seen.request)
+            if known is not None and known.state is seen.state:
+                known.sent = so_far
 
 
 def _host(rows: Rows) -> Rows:
     ids = None if rows.ids is None else _copy(rows.ids.to(torch.int32))
-    logp = _to_host(rows.logp)
-    assert logp is not None
-    return Rows(logp, ids)
+    return Rows(_copy(rows.logp.float()), ids)
 
 
-def _to_host(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else _copy(tensor.float())
+def _to_host(tensor: Tensor) -> Tensor:
+    """A copy the engine does not write over."""
+    return tensor.clone() if tensor.device.type == "cpu" else _copy(tensor)
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -39,10 +39,11 @@ Rpc = Callable[[str, tuple[Any, ...]], Awaitable[list[Any]]]
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What the trainer needs to know. draft: directory or name of the draft model; k: drafted tokens a round; frames: the workers'
-    ZMQ address; dtype: of the served draft."""
+    """What the trainer needs to know. draft, target: directory or name of the model; k: drafted tokens a round; frames: the
+    workers' ZMQ address; dtype: of the served draft."""
 
     draft: str
+    target: str
     k: int
     frames: str
     dtype: str
@@ -69,6 +70,10 @@ def own_directory() -> Path:
         if left.stat().st_uid == os.getuid() and pid.isdecimal() and not Path("/proc", pid).exists():
             shutil.rmtree(left, ignore_errors=True)
     return Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=SHARED))
+
+
+class _ImpossibleError(Exception):
+    """The trainer cannot train this draft; another one could not either."""
 
 
 @dataclass(slots=True)
@@ -101,6 +106,9 @@ class Control:
                 continue
             try:
                 why = await self._one_trainer()
+            except _ImpossibleError as error:
+                await self._say("off", str(error), detach=True)
+                continue
             except Exception as error:  # whatever it is, the draft must not stay as it happens to be
                 logger.exception("agentguard: tts failed")
                 why = f"the control task failed: {error!r}"
@@ -134,10 +142,11 @@ class Control:
 
     async def _one_trainer(self) -> str:
         """Run one trainer to its end; why it ended."""
+        fixed = (await self._call("ag_tts_fixed"))[0]
         directory = await asyncio.to_thread(own_directory)
         options = {
-            "draft": self.plan.draft, "k": self.plan.k, "frames": self.plan.frames, "slots": str(directory / "slots"),
-            "dtype": self.plan.dtype, "settings": asdict(self.settings),
+            "draft": self.plan.draft, "target": self.plan.target, "fixed": fixed, "k": self.plan.k, "frames": self.plan.frames,
+            "slots": str(directory / "slots"), "dtype": self.plan.dtype, "settings": asdict(self.settings),
         }  # fmt: skip
         process = self.process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "engine_plugins.tts.trainer", json.dumps(options),
@@ -195,6 +204,8 @@ class Control:
             with contextlib.suppress(ConnectionError):  # it has ended meanwhile, which the next line says
                 process.stdin.write(json.dumps(answer).encode() + b"\n")
                 await process.stdin.drain()
+        elif kind == "impossible":
+            raise _ImpossibleError(word["reason"])
         elif kind == "beat":
             lost = word["dropped_frames"] - self.facts.get("dropped_frames", 0)
             self.facts = self.facts | word

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,20 +18,40 @@ from engine_plugins.tts.loss import Rows, joined
 from engine_plugins.tts.rounds import Round, Sequence
 
 
-@dataclass(frozen=True, slots=True)
-class Packed:
-    """ids, positions: [L]. attend: [L, L] bool, row may look at column; None is plain causal. at: [n] place in L whose logits
-    predict the row. k: [n] place in its round. number: [n] verification step of the row. temperature of the request."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lesson:
+    """Rows to learn from. k: [n] place in its round. number: [n] verification step of the row. target, source: the laws p and q_t
+    of the rows. temperature: of the request."""
 
-    ids: Tensor
-    positions: Tensor
-    attend: Tensor | None
-    at: Tensor
     k: Tensor
     number: Tensor
     target: Rows
     source: Rows | None
     temperature: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packed(Lesson):
+    """ids, positions: [L]. attend: [L, L] bool, row may look at column; None is plain causal. at: [n] place in L whose logits
+    predict the row."""
+
+    ids: Tensor
+    positions: Tensor
+    attend: Tensor | None
+    at: Tensor
+
+
+def lesson(picked: Items[tuple[Round, list[int]]], temperature: float) -> dict[str, Any]:
+    """The fields of a `Lesson` on these rounds' rows."""
+    index = [torch.tensor(wanted, dtype=torch.long) for _, wanted in picked]
+    sources = [r.source[i] for (r, _), i in zip(picked, index, strict=True) if r.source is not None]
+    return {
+        "k": torch.cat(index),
+        "number": torch.tensor([r.number for r, wanted in picked for _ in wanted]),
+        "target": joined([r.target[i] for (r, _), i in zip(picked, index, strict=True)]),
+        "source": joined(sources) if len(sources) == len(picked) else None,
+        "temperature": temperature,
+    }
 
 
 def chosen(sequence: Sequence, window: int, newest: int) -> list[Round]:
@@ -59,15 +80,12 @@ def pack(
     positions = list(range(low, end))
     branches: list[tuple[int, int, int]] = []  # first and last + 1 place, trunk places it looks at
     at: list[int] = []
-    ks: list[int] = []
-    picked: list[Tensor] = []
+    picked: list[tuple[Round, list[int]]] = []
     for r in rounds:
-        last = len(r.drafted) - 1
-        decided = min(r.accepted, last)
-        wanted = [k for k in range(len(r.drafted)) if r.use[k] and (rejected or k <= decided)]
-        picked.append(torch.tensor(wanted, dtype=torch.long))
+        decided, wanted = r.decided, r.rows(rejected=rejected)
         if not wanted:
             continue
+        picked.append((r, wanted))
         places = {k: r.start - 1 + k - low for k in range(decided + 1)}
         tokens, root = _branch(r, decided, mask_token, wanted[-1])
         first = len(ids)
@@ -78,7 +96,6 @@ def pack(
         if tokens:
             branches.append((first, len(ids), r.start + root - low))
         at += [places[k] for k in wanted]
-        ks += wanted
     if not at:
         return None
     attend = None
@@ -86,17 +103,12 @@ def pack(
         attend = torch.ones(len(ids), len(ids), dtype=torch.bool).tril_()
         for first, stop, seen in branches:
             attend[first:stop, seen:first] = False
-    sources = [r.source[i] for r, i in zip(rounds, picked, strict=True) if r.source is not None]
     return Packed(
-        torch.tensor(ids),
-        torch.tensor(positions),
-        attend,
-        torch.tensor(at),
-        torch.tensor(ks),
-        torch.tensor([r.number for r, i in zip(rounds, picked, strict=True) for _ in i]),
-        joined([r.target[i] for r, i in zip(rounds, picked, strict=True)]),
-        joined(sources) if len(sources) == len(rounds) else None,
-        sequence.temperature,
+        **lesson(picked, sequence.temperature),
+        ids=torch.tensor(ids),
+        positions=torch.tensor(positions),
+        attend=attend,
+        at=torch.tensor(at),
     )
 
 

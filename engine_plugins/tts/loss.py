@@ -37,6 +37,15 @@ class Rows:
         """The values of [n, V] ``student`` at the tokens of these rows."""
         return student if self.ids is None else student.gather(-1, self.ids)
 
+    def within(self, possible: Tensor | None) -> Rows:
+        """The laws given that the token is one of ``possible`` ([V] bool, None for all), as a draft with a smaller vocabulary can
+        follow no other. Of a row cut to k tokens the rest counts as possible."""
+        if possible is None:
+            return self
+        here = possible if self.ids is None else possible[self.ids]
+        outside = torch.where(here, 0.0, self.logp.exp()).sum(-1, keepdim=True)
+        return Rows(torch.where(here, self.logp - torch.log1p(-outside.clamp_max(1 - TINY)), -torch.inf), self.ids)
+
     def __getitem__(self, index: Tensor) -> Rows:
         return Rows(self.logp[index], None if self.ids is None else self.ids[index])
 

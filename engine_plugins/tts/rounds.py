@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engine_plugins.tts.loss import Rows
-from engine_plugins.tts.wire import RoundFrame
+from engine_plugins.tts.wire import Hidden, RoundFrame
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +25,20 @@ class Round:
     source: Rows | None
     number: int
 
+    @property
+    def decided(self) -> int:
+        """The last row that was conditioned on committed tokens: that of the first rejected draft, or the last."""
+        return min(self.accepted, len(self.drafted) - 1)
+
+    def rows(self, *, rejected: bool) -> list[int]:
+        """Rows to learn from; rejected: those behind the first rejected draft too."""
+        return [k for k in range(len(self.drafted)) if self.use[k] and (rejected or k <= self.decided)]
+
 
 @dataclass(slots=True)
 class Sequence:
-    """tokens: the committed ones at base … base + len - 1, at least the last ``keep`` of them."""
+    """tokens: the committed ones at base … base + len - 1, at least the last ``keep`` of them. states: [n, W] the target's hidden
+    states at states_base …, of a head's rounds only."""
 
     keep: int
     temperature: float = 1.0
@@ -36,6 +46,8 @@ class Sequence:
     base: int = 0
     tokens: list[int] = field(default_factory=list)
     rounds: deque[Round] = field(default_factory=deque)
+    states: Tensor | None = None
+    states_base: int = 0
     unusable: int = 0
     """Rows dropped because they were not finite."""
 
@@ -46,6 +58,10 @@ class Sequence:
             self.rounds.clear()
         del self.tokens[frame.since - self.base :]
         self.tokens += [*frame.tokens, *frame.out]
+        for piece in frame.hidden:
+            self._take(piece)
+        if self.states is not None:  # those of the last committed token and of the drafts behind it are not known yet
+            self.states = self.states[: max(0, frame.start - 1 - self.states_base)]
         self.temperature, self.output = frame.temperature, frame.output
         target = frame.laws.target()
         bad = torch.isnan(target.logp).any(-1) | (target.logp.exp().sum(-1) <= 0)
@@ -62,3 +78,14 @@ class Sequence:
         while self.rounds[0].start - 1 < self.base:
             self.rounds.popleft()
         return round_
+
+    def _take(self, piece: Hidden) -> None:
+        """A step's hidden states: behind what is known, over those of rejected drafts."""
+        rows = piece.rows()
+        known = self.states
+        if known is None or not self.states_base <= piece.start <= self.states_base + len(known):
+            self.states, self.states_base = rows, piece.start
+            return
+        joined = torch.cat([known[: piece.start - self.states_base], rows])
+        over = max(0, len(joined) - 2 * self.keep)
+        self.states, self.states_base = joined[over:], self.states_base + over

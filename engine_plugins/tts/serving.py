@@ -29,13 +29,16 @@ class Serving:
     """The state machine of the served draft's weights.
 
     epoch counts the requests at which the draft stood at its start weights; a publish for another epoch is refused. version is that
-    of the weights in use, 0 for the start weights. capturing says whether the trainer is sent frames. Nothing in here ends a step
-    of the engine: what fails switches TTS off, with an event."""
+    of the weights in use, 0 for the start weights. capturing says whether the trainer is sent frames. fixed: tensors of a head that
+    are the target's own, which a trainer must leave out. Nothing in here ends a step of the engine: what fails switches TTS off,
+    with an event."""
 
     def __init__(
-        self, worker: Any, settings: TtsSettings, capture: Capture | None, emit: Callable[[Any], None], engine: str
-    ) -> None:
+        self, worker: Any, settings: TtsSettings, capture: Capture | None, emit: Callable[[Any], None], engine: str,
+        fixed: Sequence[str] = (),
+    ) -> None:  # fmt: skip
         self._worker, self._settings, self._capture, self._emit, self._engine = worker, settings, capture, emit, engine
+        self._fixed = tuple(fixed)
         self.epoch = 0
         self.version = 0
         self._path = ""
@@ -68,6 +71,10 @@ class Serving:
             self._last = 0.0
             if self.version:
                 self._guarded(self._to_the_start, "going back to the start weights")
+
+    @property
+    def fixed(self) -> list[str]:
+        return list(self._fixed)
 
     def attach(self, path: str, settings: dict[str, Any]) -> dict[str, Any]:
         """A trainer is ready. Loads its start weights, which are the ones in use, so what cannot be loaded shows now."""
@@ -126,6 +133,19 @@ class Serving:
             ),
             "capturing a verification",
         )  # fmt: skip
+
+    def hidden(self, runner: Any, positions: Tensor, states: Tensor, metadata: Any) -> None:
+        """Of a step: the hidden states a head drafts from. positions: [n]; states: [n, W]; metadata says whose rows they are."""
+        assert self._capture is not None
+        capture = self._capture
+
+        def take() -> None:
+            starts = metadata.query_start_loc_cpu.tolist()
+            for request, start, stop in zip(runner.input_batch.req_ids, starts, starts[1:], strict=False):
+                if stop > start:
+                    capture.hidden(request, runner.requests[request], positions[start:stop], states[start:stop])
+
+        self._guarded(take, "capturing hidden states")
 
     def after(self, step: Any, out: Tensor) -> None:
         assert self._capture is not None

@@ -19,11 +19,12 @@ import msgspec
 import torch
 import zmq
 
+from agentguard.errors import AgentGuardError
 from agentguard.tts_settings import TtsSettings
 from engine_plugins.tts import wire
 from engine_plugins.tts.capture import REQUESTS
 from engine_plugins.tts.judge import Action, Judge, overhead
-from engine_plugins.tts.layout import Packed, chosen, pack
+from engine_plugins.tts.layout import Lesson, chosen
 from engine_plugins.tts.loss import overlap
 from engine_plugins.tts.rounds import Sequence
 from engine_plugins.tts.slots import Slots
@@ -129,21 +130,19 @@ class Trainer:
         self.updates += 1
         at = self.judge.standing(self._overhead())
         spent = (time.perf_counter() - started) * 1000
-        rows = sum(len(p.at) for p in batch)
+        rows = sum(len(p.k) for p in batch)
         return Action.GO_ON, "", Update(loss, spent, rows, self.number, at.live, at.frozen, at.gain, at.break_even)
 
     def _overhead(self) -> float:
         return overhead(self.publish_ms, self.settings.stride, self.round_ms)
 
-    def _batch(self, newest: int) -> list[Packed]:
+    def _batch(self, newest: int) -> list[Lesson]:
         packed = []
         ended = self.number - max(RESTING, 2 * self.settings.stride)
         for sequence in self.sequences.values():
             if sequence.output >= self.settings.min_tokens and sequence.rounds[-1].number > ended:
                 rounds = chosen(sequence, self.settings.window, newest)
-                packed.append(
-                    pack(sequence, rounds, self.settings.window, rejected=self.settings.rejected, mask_token=self.twin.mask_token)
-                )
+                packed.append(self.twin.pack(sequence, rounds))
         return [p for p in packed if p is not None]
 
     def _evaluate(self) -> None:
@@ -160,14 +159,18 @@ class Trainer:
 
 
 def main() -> None:
-    """``argv``: one JSON object with draft, k, settings, frames (ZMQ address), slots (file to create), dtype of the served
-    weights."""
+    """``argv``: one JSON object with draft and target (directories), k, settings, frames (ZMQ address), slots (file to create),
+    dtype of the served weights, fixed (names of tensors that are the target's own)."""
     options = json.loads(sys.argv[1])
     keep_standard_output()
     torch.set_num_threads(1)
     os.nice(5)  # where it shares a core with the engine, the engine goes first
     settings = TtsSettings.parse(options["settings"])
-    twin = Twin.load(options["draft"], settings)
+    try:
+        twin = Twin.load(options["draft"], settings, target=options["target"], fixed=options["fixed"])
+    except AgentGuardError as error:  # trying again would not help
+        say("impossible", reason=str(error))
+        return
     slots = Slots.create(Path(options["slots"]), twin.payload(), getattr(torch, options["dtype"]))
     context = zmq.Context()
     socket = context.socket(zmq.PULL)

@@ -65,7 +65,8 @@ class ShmWeightTransfer(WeightTransferEngine[ShmInit, ShmUpdate]):  # type: igno
     slots: Slots | None = None
     _plan: list[tuple[Any, list[_Call]]] | None = None
     _calls: list[_Call]
-    _name = ""
+    _names: dict[int, str]
+    """Names by the identity of the tensors that are being loaded: some models take in all of them before they load the first."""
 
     def init_transfer_engine(self, init_info: ShmInit) -> None:
         self.slots, self._plan, self._calls = Slots.open(Path(init_info.path)), None, []
@@ -122,9 +123,11 @@ class ShmWeightTransfer(WeightTransferEngine[ShmInit, ShmUpdate]):  # type: igno
         self.slots = None
 
     def _named(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        self._names, held = {}, []
         for name, tensor in weights:
-            self._name = name
-            yield name, tensor if self.device.type == "cpu" else tensor.to(self.device)
+            held.append(tensor if self.device.type == "cpu" else tensor.to(self.device))
+            self._names[id(held[-1])] = name
+            yield name, held[-1]
 
     def _written_down(self, layer: Any, parameter: str, loader: Any) -> Any:
         original = _get_original_loader(getattr(layer, parameter))
@@ -132,7 +135,7 @@ class ShmWeightTransfer(WeightTransferEngine[ShmInit, ShmUpdate]):  # type: igno
 
         @functools.wraps(loader)
         def write_down(param: Any, loaded: Tensor, *rest: Any) -> Any:
-            self._calls.append(_Call(self._name, layer, parameter, original, rest))
+            self._calls.append(_Call(self._names.get(id(loaded), ""), layer, parameter, original, rest))
             return loader(param, loaded, *rest)
 
         write_down.ag_inner = loader  # type: ignore[attr-defined]

@@ -1,4 +1,5 @@
-"""The autograd twin of the served draft: the same weights as a Hugging Face model, in float32, with a scope of trained parameters.
+"""The autograd twin of the served draft: the same weights as a Hugging Face model or as an EAGLE-3 head (eagle.py), in float32,
+with a scope of trained parameters.
 
 vLLM's own copy cannot be trained: it runs under inference mode, its matrices are fused, and on CPU they are packed and gone
 (model_executor/layers/utils.py). The twin is built from the same directory and its weights are published by name.
@@ -7,7 +8,8 @@ vLLM's own copy cannot be trained: it runs under inference mode, its matrices ar
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
+from collections.abc import Sequence as Items
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,10 @@ from torch.nn.utils import parametrize
 
 from agentguard.errors import ConfigError
 from agentguard.tts_settings import TtsSettings
-from engine_plugins.tts.layout import Packed
+from engine_plugins.tts.eagle import EagleHead, Unrolled, directory, is_head, unroll
+from engine_plugins.tts.layout import Lesson, Packed, pack
 from engine_plugins.tts.loss import position_weights, tts_loss
+from engine_plugins.tts.rounds import Round, Sequence
 
 MOMENTS = 2  # Adam's
 BYTES = 4  # float32
@@ -42,19 +46,35 @@ class NonFinite(ArithmeticError):
 
 
 class Twin:
-    """A draft under training. ``model``: any Hugging Face causal language model that takes position_ids."""
+    """A draft under training. ``model``: any Hugging Face causal language model that takes position_ids, or an `EagleHead`.
 
-    def __init__(self, model: nn.Module, settings: TtsSettings, *, mask_token: int | None = None) -> None:
+    ``fixed``: names of tensors that are the target's own in serving, so they neither learn nor are published.
+    """
+
+    def __init__(
+        self, model: nn.Module, settings: TtsSettings, *, mask_token: int | None = None, fixed: Collection[str] = ()
+    ) -> None:  # fmt: skip
         self.model: Any = model.eval()  # dropout would make q' another law than the served one
         self.settings = settings
         self.mask_token = mask_token
         self._published = apply_scope(model, settings.scope)
+        for name in fixed:
+            self._published.pop(name, None)
+            model.get_parameter(name).requires_grad_(False)
+        if not self._published:
+            raise ConfigError(
+                "tts.scope", settings.scope, f"{', '.join(fixed)} belong to the target, which must not change; give full or last:1"
+            )
+        self._possible = model.possible() if isinstance(model, EagleHead) else None
         self.trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.base = {name: p.detach().clone() for name, p in self.trained.items()}
         self._optimizer = self._fresh_optimizer()
 
     @classmethod
-    def load(cls, path: str, settings: TtsSettings) -> Twin:
+    def load(cls, path: str, settings: TtsSettings, *, target: str = "", fixed: Collection[str] = ()) -> Twin:
+        """From the draft's directory; ``target``: the target's, for what a head shares with it."""
+        if is_head(directory(path)):
+            return cls(EagleHead.load(directory(path), directory(target)), settings, fixed=fixed)
         from transformers import AutoModelForCausalLM
 
         model = AutoModelForCausalLM.from_pretrained(
@@ -62,12 +82,19 @@ class Twin:
         )
         return cls(model, settings, mask_token=getattr(model.config, "pard_token", None))
 
-    def logits(self, packed: Packed) -> Tensor:
+    def pack(self, sequence: Sequence, rounds: Items[Round]) -> Lesson | None:
+        """The rounds' rows as this draft's forward pass takes them; None without a row to learn from."""
+        window, rejected = self.settings.window, self.settings.rejected
+        if isinstance(self.model, EagleHead):
+            return unroll(sequence, rounds, window, rejected=rejected)
+        return pack(sequence, rounds, window, rejected=rejected, mask_token=self.mask_token)
+
+    def logits(self, packed: Lesson) -> Tensor:
         """[n, V] at the packed rows, at the request's temperature."""
         return self._run(self.model, packed)
 
     @torch.no_grad()
-    def log_laws(self, packed: Packed, *, frozen: bool) -> Tensor:
+    def log_laws(self, packed: Lesson, *, frozen: bool) -> Tensor:
         """[n, width] log-probabilities over the target rows' tokens, of the live weights or of the trained ones at the start."""
         if frozen:
 
@@ -77,16 +104,18 @@ class Twin:
             model = self.model
         return packed.target.of(self._run(model, packed).log_softmax(-1))
 
-    def step(self, batch: Sequence[Packed]) -> float:
+    def step(self, batch: Items[Lesson]) -> float:
         """One Adam step on the packed requests; the loss before it. Raises NonFinite and changes nothing then."""
         self._optimizer.zero_grad(set_to_none=True)
-        rows = sum(len(p.at) for p in batch)
+        rows = sum(len(p.k) for p in batch)
         total = 0.0
         for packed in batch:
             weights = position_weights(packed.k, self.settings.decay)
-            loss = tts_loss(self.logits(packed), packed.target, packed.source, weights, self.settings.proximal)
-            (loss * (len(packed.at) / rows)).backward()  # type: ignore[no-untyped-call]
-            total += loss.item() * len(packed.at) / rows
+            loss = tts_loss(
+                self.logits(packed), packed.target.within(self._possible), packed.source, weights, self.settings.proximal
+            )
+            (loss * (len(packed.k) / rows)).backward()  # type: ignore[no-untyped-call]
+            total += loss.item() * len(packed.k) / rows
         norm = nn.utils.clip_grad_norm_(self.trained.values(), self.settings.clip)
         if not (math.isfinite(total) and math.isfinite(norm.item())):
             raise NonFinite(f"loss {total}, gradient norm {norm.item()}")
@@ -113,7 +142,11 @@ class Twin:
         trained = sum(p.numel() for p in self.trained.values())
         return {"model": everything * BYTES, "state": trained * BYTES * (1 + MOMENTS + 1), "trained_parameters": trained}
 
-    def _run(self, model: Callable[..., Any], packed: Packed) -> Tensor:
+    def _run(self, model: Callable[..., Any], packed: Lesson) -> Tensor:
+        if isinstance(packed, Unrolled):
+            unrolled: Tensor = model(packed)
+            return unrolled / (packed.temperature or 1.0)
+        assert isinstance(packed, Packed)
         mask = None
         if packed.attend is not None:
             mask = torch.zeros(packed.attend.shape).masked_fill_(~packed.attend, torch.finfo(torch.float32).min)[None, None]

@@ -41,12 +41,29 @@ def _bytes(tensor: Tensor) -> bytes:
     return tensor.contiguous().numpy().tobytes()
 
 
+class Hidden(msgspec.Struct, frozen=True, array_like=True):
+    """The target's hidden states at the positions from ``start`` on, as a head gets them: [n, width] of the served type."""
+
+    start: int
+    width: int
+    dtype: str
+    data: bytes
+
+    @classmethod
+    def pack(cls, start: int, rows: Tensor) -> Hidden:
+        return cls(start, rows.shape[-1], str(rows.dtype).removeprefix("torch."), _bytes(rows.contiguous().view(torch.uint8)))
+
+    def rows(self) -> Tensor:
+        return torch.frombuffer(bytearray(self.data), dtype=getattr(torch, self.dtype)).view(-1, self.width)
+
+
 class RoundFrame(msgspec.Struct, frozen=True, array_like=True):
     """One request's round. Positions count from the start of the prompt.
 
     start: position of the first drafted token. since, tokens: the committed tokens at since … start - 1, those the trainer has not
     been sent (of a long prompt only the end). output: output tokens before this round. drafted: the K tokens, -1 for none.
     out: what the round committed, accepted drafts first. forced: rows that are not the target's own law. temperature: 0 is greedy.
+    hidden: for a head, what the trainer has not been sent of its window's hidden states, rejected drafts included.
     """
 
     request: str
@@ -59,6 +76,7 @@ class RoundFrame(msgspec.Struct, frozen=True, array_like=True):
     forced: list[bool]
     temperature: float
     laws: Laws
+    hidden: list[Hidden] = []
 
 
 class Frame(msgspec.Struct, frozen=True, array_like=True):

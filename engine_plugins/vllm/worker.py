@@ -18,6 +18,7 @@ from agentguard.errors import ConfigError, PluginError, nearest
 from agentguard.events import TtsState
 from agentguard.rulespec import RuleSpec
 from agentguard.tts_settings import BACKEND, TtsSettings
+from engine_plugins.tts import states
 from engine_plugins.tts.capture import Capture
 from engine_plugins.tts.serving import Serving
 from engine_plugins.vllm import budget, compat, cpu_fixes, seam_v1
@@ -53,6 +54,9 @@ class Worker(Base):  # type: ignore[misc]  # vLLM is untyped to us
         if self.ag_tts is not None:
             self.ag_tts.before_step(scheduler_output, set(self.model_runner.requests))
         return super().execute_model(scheduler_output, *args, **kwargs)
+
+    def ag_tts_fixed(self) -> list[str]:
+        return self._tts().fixed
 
     def ag_tts_attach(self, path: str, settings: dict[str, Any]) -> dict[str, Any]:
         return self._tts().attach(path, settings)
@@ -150,11 +154,20 @@ def _serving(worker: Any, settings: dict[str, Any], engine: str, tap: Tap | None
         raise ConfigError(
             "weight_transfer_config.backend", backend, f"tts publishes through {BACKEND!r}; give it with --weight-transfer-config"
         )
-    method = worker.vllm_config.speculative_config.method
-    if method != "draft_model":
-        raise ConfigError("speculative_config.method", method, "tts trains a draft that is a model of its own; use draft_model")
+    speculative = worker.vllm_config.speculative_config
+    if speculative.method not in ("draft_model", "eagle3"):
+        raise ConfigError("speculative_config.method", speculative.method, "tts trains draft_model and eagle3 drafts")
+    head = speculative.method == "eagle3"
+    if head and (speculative.parallel_drafting or getattr(worker.model_runner.drafter, "uses_mrope", False)):
+        raise ConfigError(
+            "speculative_config", "eagle3", "tts does not know heads that draft in parallel or with M-RoPE; turn tts off"
+        )
     capture = Capture(settings["frames"], window=tts.window, width=tts.top_k) if worker.is_driver_worker else None
-    return Serving(worker, tts, capture, tap.emit if tap is not None else lambda event: None, engine)
+    fixed = states.shared(worker.model_runner) if head else ()
+    serving = Serving(worker, tts, capture, tap.emit if tap is not None else lambda event: None, engine, fixed)
+    if head and capture is not None:
+        states.install(worker.model_runner, serving)
+    return serving
 
 
 def _markers(config: Any) -> ThinkMarkers | None:

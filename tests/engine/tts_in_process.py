@@ -27,7 +27,6 @@ from agentguard.reference import reference_model
 from agentguard.study.suites.chain import make_problem
 from agentguard.tts_settings import BACKEND, TtsSettings
 from engine_plugins.tts import wire
-from engine_plugins.tts.layout import pack
 from engine_plugins.tts.rounds import Sequence
 from engine_plugins.tts.slots import Slots
 from engine_plugins.tts.trainer import Trainer
@@ -40,13 +39,13 @@ FACTS = dict.fromkeys(("loss", "train_ms", "rows", "rounds", "live", "frozen", "
 
 
 class Engine:
-    def __init__(self) -> None:
+    def __init__(self, method: str = "draft_model", draft: str = DRAFT) -> None:
         endpoint = f"ipc://{tempfile.mkdtemp()}/frames"
         self.llm = LLM(
             str(reference_model("target")), dtype="float32", seed=3, max_model_len=1024, max_num_seqs=BATCH, enforce_eager=True,
             distributed_executor_backend="uni", generation_config="vllm", enable_prefix_caching=False,
             speculative_config={
-                "method": "draft_model", "model": DRAFT, "num_speculative_tokens": K, "draft_sample_method": "probabilistic",
+                "method": method, "model": draft, "num_speculative_tokens": K, "draft_sample_method": "probabilistic",
             },
             worker_cls="tests.engine.tts_worker.Worker",
             additional_config={"agentguard": {"tts": {"window": 1024}, "frames": endpoint}},
@@ -98,13 +97,40 @@ def aligned(engine: Engine, twin: Twin, *, live: bool) -> dict[str, float]:
             sequences.setdefault(row.request, Sequence(1024)).add(row, number)
     worst, rows = 0.0, 0
     for sequence in sequences.values():
-        packed = pack(sequence, list(sequence.rounds), 1024, rejected=True)
+        packed = twin.pack(sequence, list(sequence.rounds))
         assert packed is not None
         assert packed.source is not None
         mine = twin.log_laws(packed, frozen=not live).exp()
         worst = max(worst, float((mine - packed.source.logp.exp()).abs().max()))
-        rows += len(packed.at)
+        rows += len(packed.k)
     return {"worst": worst, "rows": rows, "requests": len(sequences)}
+
+
+class Learning:
+    """A trainer in this process, fed and published between steps."""
+
+    def __init__(self, engine: Engine, trainer: Trainer, slots: Slots) -> None:
+        self.engine, self.trainer, self.slots = engine, trainer, slots
+        self.losses: list[float] = []
+
+    def learn(self, frames: list[wire.Frame]) -> bool:
+        for frame in frames:
+            self.trainer.feed(frame)
+        if not self.trainer.due:
+            return False
+        try:
+            _, _, update = self.trainer.train()
+        except NonFinite:
+            return False
+        if update is not None:
+            self.losses.append(update.loss)
+        return update is not None
+
+    def between(self, _: int) -> None:
+        if self.learn(self.engine.frames()):
+            slot = 1 + self.engine.versions % 2
+            self.slots.write(slot, self.trainer.twin.payload())
+            assert self.engine.publish(slot, self.trainer.epoch)["applied"]
 
 
 def martingale(engine: Engine, between: Callable[[int], None], least: int) -> dict[str, Any]:
@@ -128,7 +154,7 @@ def garbage(twin: Twin, generator: torch.Generator, number: int) -> dict[str, to
 def main(out: Path, least: int) -> None:
     torch.manual_seed(1)
     engine = Engine()
-    settings = TtsSettings(window=1024, rate=3e-3, min_tokens=0, auto_off=False)
+    settings = TtsSettings(window=1024, rate=3e-3, min_tokens=0, auto_off=False, rejected=True)
     twin = Twin.load(DRAFT, settings)
     path = Path("/dev/shm") / f"agentguard-test-{os.getpid()}"
     slots = Slots.create(path, twin.payload(), torch.float32)
@@ -138,26 +164,8 @@ def main(out: Path, least: int) -> None:
         epoch = engine.call("ag_tts_attach", str(path), knobs)["epoch"]
         result["aligned_at_the_start"] = aligned(engine, twin, live=False)
 
-        trainer = Trainer(twin, settings, K)
-        losses: list[float] = []
-
-        def learn(frames: list[wire.Frame]) -> bool:
-            for frame in frames:
-                trainer.feed(frame)
-            if not trainer.due:
-                return False
-            try:
-                _, _, update = trainer.train()
-            except NonFinite:
-                return False
-            if update is not None:
-                losses.append(update.loss)
-            return update is not None
-
-        def between(_: int) -> None:
-            if learn(engine.frames()):
-                slots.write(1 + engine.versions % 2, twin.payload())
-                assert engine.publish(1 + engine.versions % 2, trainer.epoch)["applied"]
+        learning = Learning(engine, Trainer(twin, settings, K), slots)
+        losses, between = learning.losses, learning.between
 
         engine.batch(8, 150, between)
         engine.frames(300)

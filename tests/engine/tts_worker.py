@@ -62,6 +62,10 @@ class Worker(Base):
         """Frames without a trainer: to see what a paused draft drafts with."""
         self._tts()._live = True
 
+    def target_sum(self) -> float:
+        """Changes when a weight of the target does, packed ones left out."""
+        return float(sum(p.detach().double().sum() for p in self.model_runner.get_model().parameters()))
+
     def epoch(self) -> int:
         return self._tts().epoch
 

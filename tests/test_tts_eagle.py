@@ -1,0 +1,225 @@
+"""An EAGLE-3 head as the twin: its unrolled pass is what drafting token by token gives, and only what may learn does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from agentguard.errors import ConfigError
+from agentguard.reference import reference_model
+from agentguard.tts_settings import TtsSettings
+from engine_plugins.tts import states, wire
+from engine_plugins.tts.eagle import EagleHead, Unrolled
+from engine_plugins.tts.loss import Rows, kl, top_k
+from engine_plugins.tts.rounds import Sequence
+from engine_plugins.tts.twin import Twin
+from tests.eagle_head import make_head
+from tests.tts_rows import K, round_frame
+
+TARGET = reference_model("target")
+WIDTH = 3 * 192
+HEADS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "small vocabulary": {"words": 100, "norm_before_residual": True},
+    "two layers": {"layers": 2, "norm_output": True},
+}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("heads")
+    return {kind: make_head(root / kind.replace(" ", "-"), TARGET, **options) for kind, options in HEADS.items()}
+
+
+def twin(path: Path, fixed: tuple[str, ...] = ("embed_tokens.weight",), **knobs: Any) -> Twin:
+    return Twin.load(str(path), TtsSettings(min_tokens=0, **knobs), target=str(TARGET), fixed=fixed)
+
+
+def hidden(start: int, n: int) -> Tensor:
+    """Hidden states that depend on the position alone, as those of a fixed text do."""
+    return torch.stack([torch.randn(WIDTH, generator=torch.Generator().manual_seed(i)) for i in range(start, start + n)])
+
+
+def laws(seed: int) -> wire.Laws:
+    """Teacher rows over the reference target's tokens."""
+    p = top_k(torch.randn(K, 416, generator=torch.Generator().manual_seed(seed)) * 2, 0)
+    return wire.Laws.pack(p, None)
+
+
+def history(*accepted: int, start: int = 12, keep: int = 256) -> Sequence:
+    """Rounds one after the other, each with the hidden states the worker would have by then."""
+    sequence, known = Sequence(keep), 0
+    for number, count in enumerate(accepted):
+        drafted = [(7 * start + k) % 90 + 1 for k in range(K)]
+        pieces = [wire.Hidden.pack(0, hidden(0, start - 1))] if number == 0 else [wire.Hidden.pack(known, hidden(known, K + 1))]
+        frame = round_frame(
+            start, count, since=0 if number == 0 else start - accepted[number - 1] - 1, drafted=drafted, pack=laws(number)
+        )
+        sequence.add(wire.RoundFrame(*(getattr(frame, f) for f in frame.__struct_fields__[:-1]), pieces), number)
+        known = start - 1
+        start += count + 1
+    return sequence
+
+
+def by_hand(head: EagleHead, sequence: Sequence, start: int, drafted: list[int]) -> Tensor:
+    """[K, V] drafting as serving does: one pass over the committed text, then a token at a time, each from the last output."""
+    known = start - 1
+    states_, tokens = list(head.fc(hidden(0, known))), sequence.tokens[1:start]
+    rows = []
+    for k in range(len(drafted)):
+        past: list[list[Any]] = [[] for _ in head.layers]
+        ids = torch.tensor([*tokens, *drafted[:k]])
+        causal = torch.ones(len(ids), len(ids), dtype=torch.bool).tril()
+        out = head._pass(torch.stack(states_), ids, torch.arange(len(ids)), past, causal)
+        rows.append(out[-1])
+        states_.append(head.norm(out[-1]) if head.norm_output else out[-1])
+    logits = head.lm_head(head.norm(torch.stack(rows)))
+    if head.to_target is None:
+        return logits
+    full = torch.full((len(rows), head.vocabulary), -torch.inf)
+    full[:, head.to_target] = logits
+    return full
+
+
+@pytest.mark.parametrize("kind", HEADS)
+@torch.no_grad()
+def test_the_unrolled_pass_is_drafting_token_by_token(made: dict[str, Path], kind: str) -> None:
+    sequence = history(2, 0, K, 1)
+    learner = twin(made[kind], rejected=True)
+    lesson = learner.pack(sequence, list(sequence.rounds))
+    assert isinstance(lesson, Unrolled)
+    logits = learner.logits(lesson)
+    assert len(logits) == 4 * K
+    found = {(int(n), int(k)): row for n, k, row in zip(lesson.number, lesson.k, logits, strict=True)}
+    for r in sequence.rounds:
+        expected = by_hand(learner.model, sequence, r.start, r.drafted)
+        for k in range(K):
+            torch.testing.assert_close(found[r.number, k], expected[k], rtol=1e-4, atol=1e-4)
+
+
+def test_rows_behind_the_first_rejected_draft_are_left_out(made: dict[str, Path]) -> None:
+    sequence = history(2, 0)
+    lesson = twin(made["plain"]).pack(sequence, list(sequence.rounds))
+    assert lesson is not None
+    assert sorted(zip(lesson.number.tolist(), lesson.k.tolist(), strict=True)) == [(0, 0), (0, 1), (0, 2), (1, 0)]
+
+
+def test_hidden_states_of_rejected_drafts_are_written_over() -> None:
+    sequence = history(2, 0, 3)
+    last = sequence.rounds[-1].start
+    assert sequence.states is not None
+    assert sequence.states_base + len(sequence.states) == last - 1
+    torch.testing.assert_close(sequence.states, hidden(0, last - 1))
+
+
+def test_hidden_states_are_bounded_and_heal_after_a_gap() -> None:
+    sequence = history(*[1] * 60, keep=32)
+    assert sequence.states is not None
+    assert len(sequence.states) <= 64
+    start = sequence.rounds[-1].start + 40
+    frame = round_frame(start, 1, since=start - 32)
+    sequence.add(
+        wire.RoundFrame(
+            *(getattr(frame, f) for f in frame.__struct_fields__[:-1]), [wire.Hidden.pack(start - 9, hidden(start - 9, 8))]
+        ),
+        99,
+    )
+    assert sequence.states_base == start - 9
+    assert len(sequence.states) == 8
+
+
+def test_rounds_without_their_hidden_states_are_passed_over(made: dict[str, Path]) -> None:
+    sequence = history(2, 1)
+    sequence.states = None
+    assert twin(made["plain"]).pack(sequence, list(sequence.rounds)) is None
+
+
+@pytest.mark.parametrize("kind", HEADS)
+@pytest.mark.parametrize("scope", ["full", "last:1", "lora:4", "head"])
+def test_a_head_learns(made: dict[str, Path], kind: str, scope: str) -> None:
+    learner = twin(made[kind], scope=scope, rate=3e-3)
+    sequence = history(2, 0, K, 1, 3)
+    lesson = learner.pack(sequence, list(sequence.rounds))
+    assert lesson is not None
+    before = {n: t.clone() for n, t in learner.payload().items()}
+    losses = [learner.step([lesson]) for _ in range(15)]
+    assert losses[-1] < 0.9 * losses[0]
+    assert "embed_tokens.weight" not in learner.payload()
+    assert any(not torch.equal(before[n], t) for n, t in learner.payload().items())
+    learner.reset()
+    assert all(torch.equal(before[n], t) for n, t in learner.payload().items())
+
+
+def test_what_belongs_to_the_target_stays(made: dict[str, Path]) -> None:
+    fixed = ("lm_head.weight", "embed_tokens.weight")
+    learner = twin(made["plain"], fixed=fixed)
+    assert not set(fixed) & (set(learner.payload()) | set(learner.trained))
+    with pytest.raises(ConfigError, match=r"lm_head\.weight, embed_tokens\.weight belong to the target"):
+        twin(made["plain"], fixed=fixed, scope="head")
+
+
+def test_the_served_head_tells_what_it_shares() -> None:
+    target = torch.nn.Module()
+    target.lm_head, target.model = torch.nn.Linear(2, 2), torch.nn.Module()
+    target.model.embed_tokens = torch.nn.Embedding(2, 2)
+    draft = torch.nn.Module()
+    draft.lm_head, draft.model = torch.nn.Linear(2, 2), torch.nn.Module()
+    draft.model.embed_tokens = target.model.embed_tokens
+    runner = SimpleNamespace(get_model=lambda: target, get_draft_model=lambda: draft)
+    assert states.shared(runner) == ["embed_tokens.weight"]
+    draft.lm_head = target.lm_head
+    assert states.shared(runner) == ["lm_head.weight", "embed_tokens.weight"]
+
+
+@pytest.mark.parametrize("extra", [{"fc_norm": True}, {"eagle_config": {"use_aux_hidden_state": False}}])
+def test_a_head_of_another_kind_is_refused(tmp_path: Path, extra: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="turn tts off"):
+        twin(make_head(tmp_path / "head", TARGET, **extra))
+
+
+def test_a_checkpoint_that_lacks_a_tensor_is_refused(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    path = make_head(tmp_path / "head", TARGET)
+    weights = load_file(path / "model.safetensors")
+    del weights["fc.weight"]
+    save_file(weights, path / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"missing \['fc\.weight'\]"):
+        twin(path)
+
+
+def test_a_smaller_vocabulary_is_taught_the_law_within_it() -> None:
+    """KL to the law given the draft's tokens is finite, and least where the draft follows it: also for a row cut to k tokens."""
+    logp = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
+    possible = torch.tensor([True, False, True, True])
+    full = Rows(logp).within(possible)
+    torch.testing.assert_close(full.logp.exp(), torch.tensor([[4 / 7, 0.0, 2 / 7, 1 / 7]]))
+    cut = Rows(logp[:, :2], torch.tensor([[0, 1]])).within(possible)
+    torch.testing.assert_close(cut.logp.exp(), torch.tensor([[4 / 7, 0.0]]))
+    torch.testing.assert_close(cut.tail, torch.tensor([3 / 7]))
+    student = torch.tensor([[4 / 7, 0.0, 2 / 7, 1 / 7]]).log()
+    torch.testing.assert_close(kl(full, student), torch.zeros(1), atol=1e-6, rtol=0)
+    assert Rows(logp).within(None).logp is logp
+
+
+def test_the_drafter_is_wrapped_by_name() -> None:
+    """Positions or names of another vLLM's `propose` are seen when the engine starts, not when TTS learns nonsense."""
+    given: list[Any] = []
+    serving = SimpleNamespace(capturing=True, hidden=lambda runner, *found: given.append(found))
+
+    def propose(count: int, target_positions: Any, target_hidden_states: Any, common_attn_metadata: Any = None) -> str:
+        return "drafts"
+
+    runner = SimpleNamespace(drafter=SimpleNamespace(propose=propose))
+    states.install(runner, serving)  # type: ignore[arg-type]
+    assert runner.drafter.propose(1, "p", target_hidden_states="h", common_attn_metadata="m") == "drafts"
+    serving.capturing = False
+    assert runner.drafter.propose(1, "p", "h") == "drafts"
+    assert given == [("p", "h", "m")]
+    with pytest.raises(KeyError):
+        states.install(SimpleNamespace(drafter=SimpleNamespace(propose=lambda x: x)), serving)  # type: ignore[arg-type]
