@@ -134,6 +134,72 @@ def test_frames_carry_each_token_once_and_a_window_of_a_long_prompt(rig: Rig) ->
     assert [r.out for r in rows] == [[0, 9]] * 3
 
 
+def step_of_a_head(rig: Rig, states: dict[str, Any], *, width: int = 3) -> None:
+    """The drafter gets the hidden states of what the step computed: of a prompt all positions, later K + 1, of which one draft was
+    accepted."""
+    starts, positions = [0], []
+    for one in states.values():
+        end = len(one.prompt_token_ids) + len(one.output_token_ids)
+        positions += range(end - 1) if len(one.output_token_ids) == 1 else range(end - 3, end - 2 + K)
+        starts.append(len(positions))
+    rows = torch.tensor(positions, dtype=torch.bfloat16)[:, None].expand(-1, width)
+    runner = SimpleNamespace(input_batch=SimpleNamespace(req_ids=list(states)), requests=states)
+    rig.serving.hidden(runner, torch.tensor(positions), rows, SimpleNamespace(query_start_loc_cpu=torch.tensor(starts)))
+
+
+def test_hidden_states_leave_with_the_next_frame_once(rig: Rig) -> None:
+    rig.serving.attach("p", rig.settings)
+    states = {"r": state(prompt=40), "s": state(prompt=3)}
+    for _ in range(3):
+        step_of_a_head(rig, states)
+        rig.verify(states)
+    frames = rig.frames()
+    found = {name: [[(h.start, len(h.rows())) for h in row.hidden] for f in frames for row in f.rounds if row.request == name]
+             for name in states}  # fmt: skip
+    assert found["r"] == [[(8, 32)], [(40, K + 1)], [(42, K + 1)]], "of a long prompt a window"
+    assert found["s"] == [[(0, 3)], [(3, K + 1)], [(5, K + 1)]]
+    for piece in (h for f in frames for row in f.rounds for h in row.hidden):
+        assert piece.rows()[:, 0].tolist() == list(range(piece.start, piece.start + len(piece.rows())))
+    rig.serving.attach("p", rig.settings)
+    rig.verify(states)
+    (frame,) = rig.frames()
+    assert [h.start for h in frame.rounds[0].hidden] == [8, 40, 42], "a new trainer is sent the window again"
+
+
+def test_hidden_states_are_bounded_and_go_with_their_request(rig: Rig) -> None:
+    rig.serving.attach("p", rig.settings)
+    states = {f"r{i}": state(prompt=40) for i in range(4 * REQUESTS)}
+    for _ in range(50):
+        step_of_a_head(rig, states)
+        rig.verify(states)
+        rig.frames(0)
+    kept = rig.capture._states
+    assert len(kept) <= 2 * REQUESTS
+    assert {f"r{i}" for i in range(REQUESTS)} <= set(kept)
+    assert all(known.rows <= 32 + 40 + K for known in kept.values())
+    rig.verify({"r1": states["r1"]})
+    assert list(kept) == ["r1"]
+
+
+def test_a_dropped_frame_loses_no_hidden_states(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, connect=False)
+    rig.serving.attach("p", rig.settings)
+    one = {"r": state()}
+    step_of_a_head(rig, one)
+    rig.verify(one)
+    assert rig.capture.dropped == 1
+    rig.socket.connect(rig.endpoint)
+    found: list[wire.Frame] = []
+    while not found:  # until the connection is there
+        step_of_a_head(rig, one)
+        rig.verify(one)
+        found = rig.frames(50)
+    starts = [h.start for h in found[0].rounds[0].hidden]
+    assert starts[:2] == [0, 10]
+    assert len(starts) == 1 + rig.capture.dropped
+    rig.close()
+
+
 def test_a_request_with_a_known_id_is_another_one(rig: Rig) -> None:
     rig.serving.attach("p", rig.settings)
     rig.verify({"r": state()})

@@ -60,3 +60,30 @@ def test_that_test_sees_the_fault_it_is_for(exact: dict[str, Any]) -> None:
 
 def test_a_pause_sends_no_frames(exact: dict[str, Any]) -> None:
     assert exact["frames_when_off"] == 0
+
+
+@pytest.fixture(scope="module", params=["own", "shared"])
+def head(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """An EAGLE-3 head with a vocabulary and output matrix of its own, and one that shares the target's; see tts_head.py."""
+    out = tmp_path_factory.mktemp("head") / "out.json"
+    command = [sys.executable, "-m", "tests.engine.tts_head", str(out), request.param]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}  # its trainer is in the engine's process and would spin on all cores
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, Any] = json.loads(out.read_text())
+    return found | {"kind": request.param}
+
+
+def test_the_twin_is_the_served_head(head: dict[str, Any]) -> None:
+    """Hidden states, chains and vocabulary are those of vLLM's EAGLE-3: before and after learning, and back at the start."""
+    for state in ("at_the_start", "after_learning", "after_a_pause"):
+        assert head[f"aligned_{state}"]["rows"] > 300
+        assert head[f"aligned_{state}"]["worst"] < 1e-3
+    assert head["frozen_after_learning"]["worst"] > 0.1, "learning changed nothing, so the comparison says nothing"
+    assert head["losses"][-1] < 0.5 * head["losses"][0]
+
+
+def test_a_learning_head_leaves_the_target_alone(head: dict[str, Any]) -> None:
+    assert not head["target_moved"]
+    assert ("lm_head.weight" in head["published"]) == (head["kind"] == "own")
+    assert "embed_tokens.weight" not in head["published"]
