@@ -38,6 +38,7 @@ class Worker:
         self.refuses = False
         self.cpus: list[int] = []
         self.fixed: list[str] = []
+        self.failed = ""
 
     async def rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
         self.calls.append((method, args))
@@ -47,6 +48,8 @@ class Worker:
             self.states.append((args[0], args[1]))
         if method == "ag_tts_publish":
             return [{"applied": not self.refuses, "ms": 0.0 if self.refuses else 5.0, "reason": ""}]
+        if method == "ag_tts_failed":
+            return [self.failed]
         return [self.fixed] if method == "ag_tts_fixed" else [{"epoch": 1, "cpus": self.cpus}]
 
     def called(self, method: str) -> list[tuple[Any, ...]]:
@@ -207,6 +210,18 @@ async def test_a_worker_that_cannot_load_is_the_reason(tmp_path: Path, monkeypat
     async with running(rig):
         await rig.until(lambda: rig.control.state == "off")
         assert "ag_tts_attach failed in the worker: RuntimeError('no such layer')" in rig.control.reason
+
+
+async def test_a_failure_in_a_step_is_known_to_who_asks(tmp_path: Path) -> None:
+    """The worker has switched TTS off by itself and sends no frames; the trainer would never hear of it."""
+    rig = Rig(tmp_path)
+    async with running(rig):
+        pid = await rig.live()
+        assert (await rig.control.look())["state"] == "live"
+        rig.worker.failed = "sending a verification failed in the worker: boom"
+        assert (await rig.control.look())["reason"] == rig.worker.failed
+        await rig.until(lambda: not psutil.pid_exists(pid))
+        assert (await rig.control.look())["state"] == "off"
 
 
 async def test_a_draft_nobody_can_train_is_not_tried_again(tmp_path: Path) -> None:

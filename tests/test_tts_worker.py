@@ -306,8 +306,10 @@ def test_a_failure_inside_a_step_is_an_event_and_not_an_error(rig: Rig) -> None:
     assert off.state == "off"
     assert "going back to the start weights failed" in off.reason
     assert off.version == 7, "the event does not claim the start weights"
+    assert rig.serving.failed == off.reason, "also for who asks"
     rig.weights.broken = set()
     rig.serving.attach("p", rig.settings)
+    assert rig.serving.failed == ""
     rig.capture._socket.close()
     rig.verify({"r": state()})
     assert "sending a verification failed" in rig.events[-1].reason

@@ -132,6 +132,14 @@ class Control:
         async with asyncio.timeout(timeout_s):
             await self._settled.wait()
 
+    async def look(self) -> dict[str, Any]:
+        """The status, after asking the worker whether a step of the engine has switched TTS off. Raises PluginError where it does
+        not answer."""
+        if self.state == "live" and (failed := "; ".join(filter(None, await self._call("ag_tts_failed")))):
+            self.state, self.reason = "off", failed
+            self._wake.set()  # ends the trainer; the worker's event has been sent
+        return self.status()
+
     def status(self) -> dict[str, Any]:
         process = self.process
         return {

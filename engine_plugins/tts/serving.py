@@ -43,6 +43,7 @@ class Serving:
         self.version = 0
         self._path = ""
         self._live = False  # a trainer is attached and nobody has paused it
+        self.failed = ""  # what went wrong in a step, until the next trainer
         self._stopped: frozenset[str] = frozenset()  # requests that are not learned from any more
         self._running: frozenset[str] = frozenset()
         self._gaps: deque[float] = deque(maxlen=64)
@@ -83,7 +84,7 @@ class Serving:
             self._path = ""
             self._worker.init_weight_transfer_engine({"path": path})
         self._load(START)
-        self._path, self.version, self._live, self._stopped = path, 0, True, frozenset()
+        self._path, self.version, self._live, self._stopped, self.failed = path, 0, True, frozenset(), ""
         self.epoch += 1
         if self._capture is not None:
             self._capture.forget(self._settings.window, self._settings.top_k)
@@ -195,7 +196,8 @@ class Serving:
         except Exception as error:
             logger.exception("agentguard: tts failed in a step")
             self._live = False
-            self._changed("off", f"{what} failed in the worker: {error!r}")
+            self.failed = f"{what} failed in the worker: {error!r}"
+            self._changed("off", self.failed)
             return None
 
     def _changed(self, state: TtsState, reason: str) -> None:

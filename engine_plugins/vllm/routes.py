@@ -73,9 +73,12 @@ def _tts(request: Request) -> Control:
 
 
 @router.get("/tts")
-async def tts(request: Request) -> dict[str, Any]:
+async def tts(request: Request) -> JSONResponse:
     """How the draft's learning stands: state and reason, settings, the trainer's memory in bytes."""
-    return _tts(request).status()
+    try:
+        return JSONResponse(await _tts(request).look())
+    except PluginError as error:
+        return _unavailable(error)
 
 
 @router.post("/tts")
@@ -90,10 +93,13 @@ async def set_tts(body: SetTts, request: Request) -> JSONResponse:
         await control.configure(enabled=body.enabled, settings=settings)
         await control.settled(TRAINER_START_S)
     except (PluginError, TimeoutError) as error:
-        return JSONResponse(
-            {"error": {"message": f"tts: {error!r}; see GET /v1/agentguard/tts", "type": "engine_error", "code": 503}}, 503
-        )
+        return _unavailable(error)
     return JSONResponse(control.status())
+
+
+def _unavailable(error: Exception) -> JSONResponse:
+    body = {"message": f"tts: {error!r}; see GET /v1/agentguard/tts", "type": "engine_error", "code": 503}
+    return JSONResponse({"error": body}, 503)
 
 
 class Endpoints:

@@ -58,6 +58,9 @@ class Worker(Base):  # type: ignore[misc]  # vLLM is untyped to us
     def ag_tts_fixed(self) -> list[str]:
         return self._tts().fixed
 
+    def ag_tts_failed(self) -> str:
+        return self._tts().failed
+
     def ag_tts_attach(self, path: str, settings: dict[str, Any]) -> dict[str, Any]:
         return self._tts().attach(path, settings)
 
