@@ -162,28 +162,51 @@ def preload_openmp(env: dict[str, str]) -> None:
         env["LD_PRELOAD"] = ":".join(filter(None, (str(library), env.get("LD_PRELOAD"))))
 
 
+@dataclass(frozen=True, slots=True)
+class _Launch:
+    url: str
+    api_key: str
+    telemetry: str
+    log: Path
+    output: int
+    arguments: list[str]
+    env: dict[str, str]
+
+
+def _prepare(policy: Policy, port: int) -> _Launch:
+    """Everything before the process that touches files. ``output``: the open log, which the caller closes."""
+    check_model("model", policy.model)
+    if policy.draft is not None:
+        check_model("draft", policy.draft)
+    directory = Path(tempfile.mkdtemp(prefix="agentguard-"))  # mode 0700: only this user can reach the telemetry socket
+    telemetry, log, api_key = f"ipc://{directory}/tap", directory / "engine.log", secrets.token_urlsafe(24)
+    try:
+        arguments, env = command(policy, port, telemetry), environment(policy, api_key)
+        output = os.open(log, os.O_WRONLY | os.O_CREAT, 0o600)
+    except BaseException:
+        shutil.rmtree(directory, ignore_errors=True)
+        raise
+    return _Launch(f"http://127.0.0.1:{port}", api_key, telemetry, log, output, arguments, env)
+
+
 @asynccontextmanager
 async def vllm_process(policy: Policy, *, port: int | None = None) -> AsyncIterator[VllmProcess]:
     """Start an engine, wait until it is healthy, and stop it with all its children at the end.
 
     Raises ConfigError for a model that is not there, EngineStartError with the end of the log when it does not come up.
     """
-    check_model("model", policy.model)
-    if policy.draft is not None:
-        check_model("draft", policy.draft)
-    directory = Path(tempfile.mkdtemp(prefix="agentguard-"))  # mode 0700: only this user can reach the telemetry socket
-    port = port or free_port()
-    telemetry, log, api_key = f"ipc://{directory}/tap", directory / "engine.log", secrets.token_urlsafe(24)
+    launch = await asyncio.to_thread(_prepare, policy, port or free_port())
     keep_log = False
     try:
-        with log.open("wb") as output:
-            arguments = await asyncio.to_thread(command, policy, port, telemetry)
+        try:
             process = await asyncio.create_subprocess_exec(
-                *arguments,
-                stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=asyncio.subprocess.STDOUT,
-                env=environment(policy, api_key), start_new_session=True, preexec_fn=_die_with_parent,
+                *launch.arguments,
+                stdin=asyncio.subprocess.DEVNULL, stdout=launch.output, stderr=asyncio.subprocess.STDOUT,
+                env=launch.env, start_new_session=True, preexec_fn=_die_with_parent,
             )  # fmt: skip
-        engine = VllmProcess(f"http://127.0.0.1:{port}", api_key, telemetry, log, process)
+        finally:
+            os.close(launch.output)
+        engine = VllmProcess(launch.url, launch.api_key, launch.telemetry, launch.log, process)
         try:
             await _until_healthy(engine, policy.engine.start_timeout_s)
             yield engine
@@ -195,7 +218,7 @@ async def vllm_process(policy: Policy, *, port: int | None = None) -> AsyncItera
             await stop(process)
     finally:
         if not keep_log:
-            await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
+            await asyncio.to_thread(shutil.rmtree, launch.log.parent, ignore_errors=True)
 
 
 async def stop(process: asyncio.subprocess.Process) -> None:

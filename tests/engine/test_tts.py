@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -21,7 +22,9 @@ from agentguard.study import suites
 from agentguard.telemetry.hub import Hub
 from agentguard.tts_settings import TtsSettings
 from tests.conftest import RunningStack
+from tests.eagle_head import make_head
 
+TARGET = reference_model("target")
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
 
 
@@ -30,7 +33,7 @@ async def learning() -> AsyncIterator[RunningStack]:
     events: list[Any] = []
     hub = Hub()
     policy = Policy(
-        model=str(reference_model("target")), draft=str(reference_model("draft-short")),
+        model=str(TARGET), draft=str(reference_model("draft-short")),
         tts=TtsSettings(min_tokens=16, auto_off=False),
     )  # fmt: skip
     with hub.sink(events.append):
@@ -154,3 +157,20 @@ async def test_requests_side_by_side_share_what_is_learned(learning: RunningStac
     assert len(updates) >= 5
     assert len({u.epoch for u in updates}) == 1
     assert max(u.rows for u in updates) > 150, "more rows than one request's window gives"
+
+
+async def test_an_untrained_eagle_head_learns_to_draft_in_one_request(tmp_path: Path) -> None:
+    """The method is read from the head's files; from noise, it drafts tokens that are accepted within some hundred tokens."""
+    head = await asyncio.to_thread(make_head, tmp_path / "head", TARGET, words=400)
+    events: list[Any] = []
+    hub = Hub()
+    policy = Policy(model=str(TARGET), draft=str(head), tts=TtsSettings(min_tokens=16, rate=3e-3))
+    with hub.sink(events.append):
+        async with serve_stack(policy, hub=hub) as stack:
+            await until(lambda: any(isinstance(e, TtsChanged) and e.state == "live" for e in events))
+            await ask(RunningStack(stack, events), 0, tokens=800)
+    accepted = [r.accepted for e in events if isinstance(e, VerificationStep) for r in e.requests]
+    third = len(accepted) // 3
+    assert sum(accepted[:third]) / third < 0.5
+    assert sum(accepted[-third:]) / third > 0.5 + sum(accepted[:third]) / third
+    assert [e for e in events if isinstance(e, TtsChanged) and e.state not in ("starting", "live")] == []
