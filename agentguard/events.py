@@ -291,13 +291,14 @@ class StudyStarted(msgspec.Struct, frozen=True, kw_only=True, tag="study_started
 
 
 class Graded(msgspec.Struct, frozen=True, kw_only=True, tag="graded"):
-    """A study's verdict on a step's answer. ``arm`` is the rule the session was run under."""
+    """A study's verdict on a step's answer. ``arm`` is the rule the session was run under. ``right``: None where nothing is
+    graded."""
 
     t: float
     session: str
     step: int
     arm: str
-    right: bool
+    right: bool | None
 
 
 Event: TypeAlias = (

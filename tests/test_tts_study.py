@@ -69,7 +69,7 @@ def collected(*runs: list[Event]) -> Collector:
 
 def test_rounds_are_placed_where_their_first_drafted_token_stands() -> None:
     (run,) = collected(events_of("tts/n/frozen/3", [2, 0, 6])).of("frozen")
-    assert (run.number, run.tokens, run.rounds, run.right) == (3, 12, 3, True)
+    assert (run.number, run.tokens, run.rounds) == (3, 12, 3)
     assert run.places == [(1, 2), (4, 0), (5, 6)]
     assert run.length() == pytest.approx(8 / 3)
     assert [run.third(i) for i in range(3)] == [2, 3, None]

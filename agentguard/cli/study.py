@@ -30,7 +30,13 @@ def study() -> None:
 
 
 @study.command("run")
-@click.option("--suite", default="chain", show_default=True, help="chain, chain-long or chain-agent.")
+@click.option("--suite", default="chain", show_default=True, help="chain, chain-long, chain-agent, prose, or a set in --data.")
+@click.option(
+    "--data",
+    type=click.Path(path_type=Path, dir_okay=False, exists=True),
+    help="File of gsm8k, aime24, humaneval, livecodebench, mt-bench, longbench-v2 or prompts.",
+)
+@click.option("--tokens", type=click.IntRange(32), help="The client's limit of a call; the suite's by default.")
 @click.option("--arms", help=f"Rules, separated by ';'; strict is the baseline. [default: {ARMS}; with --close: strict]")
 @click.option("--n", "sessions", default=96, show_default=True, type=click.IntRange(1), help="Sessions an arm.")
 @_SEED
@@ -55,8 +61,8 @@ def study() -> None:
 @_JSON
 @_EVENTS
 def run_command(
-    suite: str, arms: str | None, sessions: int, seed: int, temperature: float, concurrency: int, model: str | None, draft: str,
-    guard: str, close: Mode | None, json_path: Path | None, events: Path | None,
+    suite: str, data: Path | None, tokens: int | None, arms: str | None, sessions: int, seed: int, temperature: float,
+    concurrency: int, model: str | None, draft: str, guard: str, close: Mode | None, json_path: Path | None, events: Path | None,
 ) -> None:  # fmt: skip
     """Run paired sessions of a suite under several rules and print the table."""
     from agentguard.study import suites
@@ -64,7 +70,14 @@ def run_command(
 
     rules = parse_arms(arms or (ARMS if close is None else "strict"))
     plan = StudyPlan(
-        suites.get(suite), rules, sessions, seed, temperature, concurrency, guarded=guard == "on", baseline=close is None
+        suites.get(suite, data, tokens),
+        rules,
+        sessions,
+        seed,
+        temperature,
+        concurrency,
+        guarded=guard == "on",
+        baseline=close is None,
     )
     _run(plan, model, draft, json_path, events, close)
 

@@ -67,6 +67,8 @@ async def run_closing(plan: StudyPlan, mode: Mode, stack: Stack, on_step: Callab
     """Run the pilot and the plan's sessions under each way of closing, through a gateway for each. Events go to the stack's hub."""
     if plan.suite.steps != 1:
         raise ConfigError("suite", plan.suite.name, "runs are paired by problem, and a later step's problem depends on the answer")
+    if not plan.suite.graded:
+        raise ConfigError("suite", plan.suite.name, "grades nothing, and this study counts rescued answers")
     if len(plan.arms) != 1:
         raise ConfigError("arms", ";".join(map(str, plan.arms)), "closing is studied under one rule; name one")
     nonce = uuid.uuid4().hex[:8]
@@ -94,7 +96,7 @@ async def run_closing(plan: StudyPlan, mode: Mode, stack: Stack, on_step: Callab
         with stack.hub.sink(collect):
             await all_or_first_error(one("pilot", clients["off"], pilot, i) for i in range(PILOT))
         budget = round(statistics.median(traces))
-        bounded = replace(plan, suite=replace(plan.suite, max_tokens=budget))
+        bounded = replace(plan, suite=plan.suite.shortened(budget))
         stack.hub.publish(
             StudyStarted(
                 t=time.time(), suite=plan.suite.name, seed=plan.seed, sessions=plan.sessions, temperature=plan.temperature,
@@ -123,7 +125,7 @@ def summarise_closing(events: Iterable[Event]) -> list[Closing]:
         elif isinstance(event, StepFinished):
             finished[event.session] = event
         elif isinstance(event, Graded) and event.arm in MODES:
-            runs.setdefault(event.arm, {})[event.session.rpartition("/")[2]] = finished[event.session], event.right
+            runs.setdefault(event.arm, {})[event.session.rpartition("/")[2]] = finished[event.session], bool(event.right)
     if not budget or "off" not in runs:
         raise AgentGuardError("the recording holds no study of closing; record one with 'agentguard study run --close adaptive'")
     bound = [n for n, (step, _) in runs["off"].items() if step.think_tokens >= BOUND * budget]

@@ -96,7 +96,7 @@ async def probe(engine: Engine, model: str, family: Family, problem: Gradable, *
     for i, fraction in enumerate(FRACTIONS):
         trace = ids[: round(fraction * at)]
         _, text, _ = await _complete(engine, [*prompt, *trace, *closing], asked, f"probe-{seed:06}-{i:02}-close")
-        right.append(problem.grade(text))
+        right.append(bool(problem.grade(text)))
         _, _, top = await _complete(
             engine, [*prompt, *trace], asked | {"max_tokens": 1, "logprobs": 20}, f"probe-{seed:06}-{i:02}-look"
         )

@@ -25,13 +25,14 @@ class ArmResult:
     filter: bool
     sessions: int
     steps: int
-    right: int
+    right: int | None
+    """None where the suite grades nothing."""
     tokens: int
     think_tokens: int
     rounds: int
     accepted_length: float
     gain: Ratio
-    accuracy: Ratio
+    accuracy: Ratio | None
     inflation: Ratio
     rounds_ratio: Ratio
     closes: int
@@ -46,8 +47,8 @@ class ArmResult:
         return row | {
             "gain": gain["value"],
             "gain_ci": [gain["low"], gain["high"]],
-            "accuracy": accuracy["value"],
-            "accuracy_ci": [accuracy["low"], accuracy["high"]],
+            "accuracy": accuracy and accuracy["value"],
+            "accuracy_ci": accuracy and [accuracy["low"], accuracy["high"]],
             "lambda": inflation["value"],
             "lambda_ci": [inflation["low"], inflation["high"]],
             "rounds_ratio": rounds["value"],
@@ -64,7 +65,7 @@ def summarise(events: Iterable[Event]) -> list[ArmResult]:
     """
     arms: dict[str, dict[str, list[StepFinished]]] = {}
     finished: dict[tuple[str, int], StepFinished] = {}
-    right: dict[str, int] = {}
+    right: dict[str, list[bool]] = {}
     planned: list[str] = []
     for event in events:
         if isinstance(event, StudyStarted):
@@ -78,7 +79,8 @@ def summarise(events: Iterable[Event]) -> list[ArmResult]:
                     f"the recording grades step {event.step} of {event.session} but does not hold it; record again"
                 )
             arms.setdefault(event.arm, {}).setdefault(event.session.rpartition("/")[2], []).append(step)
-            right[event.arm] = right.get(event.arm, 0) + event.right
+            if event.right is not None:
+                right.setdefault(event.arm, []).append(event.right)
     if "strict" not in arms:
         raise AgentGuardError(
             "the recording has no strict arm, so λ and gain have no baseline; run the study with 'strict' among --arms"
@@ -91,10 +93,12 @@ def summarise(events: Iterable[Event]) -> list[ArmResult]:
             raise AgentGuardError(
                 f"arm {arm!r} and strict did not run the same plans (differing: {missing[:5]}); run the study again"
             )
-    return [_row(arm, arms[arm], strict, right[arm]) for arm in order]
+    return [_row(arm, arms[arm], strict, right.get(arm)) for arm in order]
 
 
-def _row(arm: str, plans: dict[str, list[StepFinished]], strict: dict[str, list[StepFinished]], right: int) -> ArmResult:
+def _row(
+    arm: str, plans: dict[str, list[StepFinished]], strict: dict[str, list[StepFinished]], right: list[bool] | None
+) -> ArmResult:
     steps = [s for plan in plans.values() for s in plan]
     if any(s.rounds is None and not s.continued for s in steps):  # a stream that was cut has no counters
         raise AgentGuardError(
@@ -107,13 +111,13 @@ def _row(arm: str, plans: dict[str, list[StepFinished]], strict: dict[str, list[
         filter=RuleSpec.parse(arm).filtered,
         sessions=len(plans),
         steps=len(steps),
-        right=right,
+        right=None if right is None else sum(right),
         tokens=sum(s.tokens for s in steps),
         think_tokens=sum(s.think_tokens for s in steps),
         rounds=sum(s.rounds or 0 for s in steps),
         accepted_length=accepted_length(steps),
         gain=paired_gain([_verified(plans[k]) for k in keys], [_verified(strict[k]) for k in keys]),
-        accuracy=share(len(plans) * right / len(steps), len(plans)),
+        accuracy=None if right is None else share(len(plans) * sum(right) / len(right), len(plans)),
         inflation=paired_ratio([sum(s.tokens for s in plans[k]) for k in keys], [sum(s.tokens for s in strict[k]) for k in keys]),
         rounds_ratio=paired_ratio([_verified(plans[k])[1] for k in keys], [_verified(strict[k])[1] for k in keys]),
         closes=sum(bool(s.closed) for s in steps),

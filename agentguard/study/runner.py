@@ -18,7 +18,7 @@ from agentguard.events import Graded, StudyStarted
 from agentguard.gateway.server import Stack
 from agentguard.policy import Economics
 from agentguard.rulespec import RuleSpec
-from agentguard.study.suites import Suite
+from agentguard.study.suites import AnySuite
 from agentguard.study.suites.chain import parse_answer
 from agentguard.telemetry.hub import Hub
 
@@ -27,7 +27,7 @@ from agentguard.telemetry.hub import Hub
 class StudyPlan:
     """What is run: ``sessions`` of the suite an arm, at most ``concurrency`` at once. Arms are interleaved session by session."""
 
-    suite: Suite
+    suite: AnySuite
     arms: tuple[RuleSpec, ...]
     sessions: int
     seed: int
@@ -144,11 +144,8 @@ async def session(
             async for chunk in chunks:
                 for choice in chunk.get("choices") or ():
                     answer += (choice.get("delta") or {}).get("content") or ""
-        hub.publish(
-            Graded(
-                t=time.time(), session=name, step=step, arm=str(arm or "") if label is None else label, right=problem.grade(answer)
-            )
-        )
+        right = await asyncio.to_thread(problem.grade, answer)  # code is run
+        hub.publish(Graded(t=time.time(), session=name, step=step, arm=str(arm or "") if label is None else label, right=right))
         messages.append({"role": "assistant", "content": answer.strip()})
         previous = parse_answer(answer)
         on_step()

@@ -17,7 +17,7 @@ CAPTION = "λ and rounds are ratios to strict [95 % interval]; a rule pays when 
 LINES: tuple[tuple[str, Callable[[ArmResult], str]], ...] = (
     ("support filter", lambda r: "on" if r.filter else "off"),
     ("sessions / steps", lambda r: f"{r.sessions} / {r.steps}"),
-    ("answers right", lambda r: f"{r.right} ({r.accuracy.value:.0%})"),
+    ("answers right", lambda r: "—" if r.accuracy is None else f"{r.right} ({r.accuracy.value:.0%})"),
     ("tokens", lambda r: str(r.tokens)),
     ("think share", lambda r: f"{r.think_tokens / r.tokens:.0%}" if r.tokens else "-"),
     ("accepted length ℓ", lambda r: f"{r.accepted_length:.2f}"),

@@ -22,12 +22,12 @@ from agentguard.economics.ratios import Ratio, paired_gain, paired_ratio
 from agentguard.engines.base import Engine
 from agentguard.engines.vllm_process import describe
 from agentguard.errors import ConfigError, EngineError
-from agentguard.events import DraftUpdated, Event, Graded, StepFinished, StepStarted, StudyStarted, TtsChanged, VerificationStep
+from agentguard.events import DraftUpdated, Event, StepFinished, StepStarted, StudyStarted, TtsChanged, VerificationStep
 from agentguard.gateway.server import Stack
 from agentguard.policy import Policy
 from agentguard.reference import weights_hash
 from agentguard.study.runner import StudyPlan, all_or_first_error, gateway_client, session
-from agentguard.study.suites import Suite
+from agentguard.study.suites import AnySuite
 from agentguard.tts_settings import TtsSettings
 
 BUCKET = 400
@@ -60,7 +60,6 @@ class Run:
     number: int
     tokens: int = 0
     ttlt_s: float = 0.0
-    right: bool = False
     places: list[tuple[int, int]] = field(default_factory=list)
     updates: int = 0
     publish_ms: list[float] = field(default_factory=list)
@@ -116,8 +115,6 @@ class Collector:
                 run = self.runs[event.session]
                 run.tokens, run.ttlt_s = event.tokens, event.ttlt_s
                 self._running = None
-            case Graded() if event.session in self.runs:
-                self.runs[event.session].right = event.right
 
     def of(self, label: str) -> list[Run]:
         return sorted((r for r in self.runs.values() if r.label == label), key=lambda r: r.number)
@@ -225,7 +222,7 @@ async def run_batch(plan: StudyPlan, stack: Stack, size: int, on_step: Callable[
 
 
 async def run_alternating(
-    plan: StudyPlan, other: Suite, stack: Stack, on_step: Callable[[], None] = lambda: None
+    plan: StudyPlan, other: AnySuite, stack: Stack, on_step: Callable[[], None] = lambda: None
 ) -> dict[str, Any]:  # fmt: skip
     """A stream of requests whose domain changes with each: the plan's suite, then ``other``, and so on, with a frozen draft and
     then with one that learns. What the draft learned for one must not cost the other: ℓ over the frozen draft's, by domain and over

@@ -1,24 +1,28 @@
-"""Suites: what a study asks. A suite is a pure function from (seed, session, step, previous answer) to a problem."""
+"""Suites: what a study asks. A suite is a pure function from (seed, session, step, previous answer) to a problem.
+
+Four are built in, the others come from files (tasks.py)."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
 
 from agentguard.errors import ConfigError, nearest
+from agentguard.study.suites import tasks
 from agentguard.study.suites.chain import Problem, make_problem
 from agentguard.study.suites.prose import make_prompt
 
 
 class Gradable(Protocol):
-    """What a suite asks, and whether a reply is right."""
+    """What a suite asks, and whether a reply is right; None where nothing is graded. Grading may block: code is run."""
 
     @property
     def text(self) -> str: ...
 
-    def grade(self, reply: str) -> bool: ...
+    def grade(self, reply: str) -> bool | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +37,7 @@ class Suite:
     max_tokens: int
     draw: Callable[[random.Random, int | None], Gradable]
     sampling: Mapping[str, Any] = field(default_factory=dict)
+    graded: bool = True
 
     def shortened(self, tokens: int) -> Suite:
         """The suite with at most ``tokens`` a call."""
@@ -61,12 +66,23 @@ SUITES = {
         # stop: where it would close the trace it writes another pass, and the guard's cutoff ends every trace near 3,200 tokens.
         Suite("chain-long", steps=1, max_tokens=3800, draw=_long, sampling={"bad_words": ["</think>"]}),
         Suite("chain-agent", steps=6, max_tokens=1024, draw=_chain),
-        Suite("prose", steps=1, max_tokens=1536, draw=lambda rng, _: make_prompt(rng), sampling={"min_tokens": 1500}),
+        Suite("prose", steps=1, max_tokens=1536, draw=lambda rng, _: make_prompt(rng), sampling={"min_tokens": 1500}, graded=False),
     )
 }
 
 
-def get(name: str) -> Suite:
+AnySuite: TypeAlias = Suite | tasks.TaskSuite
+
+
+def get(name: str, data: Path | None = None, max_tokens: int | None = None) -> AnySuite:
+    """A suite by its name; ``data``: the file of one that comes from a file. Raises ConfigError."""
+    if name in tasks.NAMES:
+        if data is None:
+            raise ConfigError("suite", name, "comes from a file; give it with --data (docs/study.md has the formats)")
+        return tasks.load(name, data, max_tokens)
     if name not in SUITES:
-        raise ConfigError("suite", name, nearest(name, SUITES))
-    return SUITES[name]
+        raise ConfigError("suite", name, nearest(name, [*SUITES, *tasks.NAMES]))
+    if data is not None:
+        raise ConfigError("--data", data.name, f"{name} is built in and reads no file")
+    suite = SUITES[name]
+    return suite if max_tokens is None else suite.shortened(max_tokens)

@@ -1,4 +1,4 @@
-"""The `prose` suite: long free text, for drafters with a real vocabulary. There is nothing to grade but that something came."""
+"""The `prose` suite: long free text, for drafters with a real vocabulary. There is nothing to grade."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ TOPICS = (
 class Prompt:
     text: str
 
-    def grade(self, reply: str) -> bool:
-        return bool(reply.strip())
+    def grade(self, reply: str) -> None:
+        """Nothing is right or wrong here."""
 
 
 def make_prompt(rng: random.Random) -> Prompt:
