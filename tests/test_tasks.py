@@ -28,7 +28,9 @@ ADD = {
     "public_test_cases": json.dumps([{"input": "1\n[2]", "output": "[3]", "testtype": "functional"}]),
 }  # fmt: skip
 SAMPLES: dict[str, tuple[dict[str, Any], str, str | None, str | None]] = {
-    "gsm8k": ({"question": "How many legs do 3 cats have?", "answer": "3 * 4 = 12\n#### 12"}, "3 cats", "\\boxed{12}", "\\boxed{11}"),
+    "gsm8k": (
+        {"question": "How many legs do 3 cats have?", "answer": "3 * 4 = 12\n#### 12"}, "3 cats", "\\boxed{12}", "\\boxed{11}",
+    ),
     "aime24": ({"problem": "Find n.", "answer": "033"}, "Find n.", "so \\boxed{33}", "so \\boxed{330}"),
     "mt-bench": ({"question_id": 81, "turns": ["Write a poem.", "Now shorter."]}, "Write a poem.", None, None),
     "longbench-v2": (

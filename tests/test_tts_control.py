@@ -60,7 +60,7 @@ class Rig:
     def __init__(self, tmp_path: Path, **settings: Any) -> None:
         self.worker = Worker()
         self.endpoint = f"ipc://{tmp_path}/frames"
-        plan = Plan(DRAFT, TARGET, 6, self.endpoint, "bfloat16")
+        plan = Plan(DRAFT, TARGET, "draft_model", 6, self.endpoint, "bfloat16")
         self.control = Control(self.worker.rpc, plan, TtsSettings.parse({"min_tokens": 0, "stride": 2, **settings}))
 
     async def until(self, condition: Callable[[], object], timeout_s: float = 60) -> None:
@@ -191,7 +191,7 @@ async def test_a_trainer_that_never_comes_up_leaves_tts_off(tmp_path: Path, monk
     monkeypatch.setattr(control, "RESTARTS", 1)
     rig = Rig(tmp_path)
     good = rig.control.plan
-    rig.control.plan = replace(good, draft=str(tmp_path / "nowhere"))
+    rig.control.plan = replace(good, dtype="nowhere")
     async with running(rig):
         await rig.until(lambda: rig.control.state == "off")
         assert "ended with status 1; the trainer ended 2 times" in rig.control.reason
@@ -222,6 +222,31 @@ async def test_a_failure_in_a_step_is_known_to_who_asks(tmp_path: Path) -> None:
         assert (await rig.control.look())["reason"] == rig.worker.failed
         await rig.until(lambda: not psutil.pid_exists(pid))
         assert (await rig.control.look())["state"] == "off"
+        assert rig.worker.called("ag_tts_detach") == [("off", rig.worker.failed)], "on every rank, back at the start weights"
+
+
+async def test_a_refused_publish_of_a_worker_that_gave_up_ends_it(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    rig.worker.refuses, rig.worker.failed = True, "capturing a verification failed in the worker: boom"
+    with frames(rig.endpoint) as send:
+        async with running(rig):
+            await rig.live()
+            for number in range(8):
+                send(number)
+            await rig.until(lambda: rig.control.state == "off")
+            assert rig.control.reason == rig.worker.failed
+
+
+async def test_a_draft_of_another_kind_is_not_tried_again(tmp_path: Path) -> None:
+    """What transformers or the files say is wrong with it is the reason, once."""
+    rig = Rig(tmp_path)
+    (tmp_path / "draft").mkdir()
+    (tmp_path / "draft" / "config.json").write_text('{"model_type": "speculators"}')
+    rig.control.plan = replace(rig.control.plan, draft=str(tmp_path / "draft"))
+    async with running(rig):
+        await rig.until(lambda: rig.control.state == "off")
+        assert "cannot be loaded for training" in rig.control.reason
+        assert len(rig.worker.called("ag_tts_fixed")) == 1
 
 
 async def test_a_draft_nobody_can_train_is_not_tried_again(tmp_path: Path) -> None:

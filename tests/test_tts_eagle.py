@@ -37,7 +37,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def twin(path: Path, fixed: tuple[str, ...] = ("embed_tokens.weight",), **knobs: Any) -> Twin:
-    return Twin.load(str(path), TtsSettings(min_tokens=0, **knobs), target=str(TARGET), fixed=fixed)
+    return Twin.load(str(path), TtsSettings(min_tokens=0, **knobs), method="eagle3", target=str(TARGET), fixed=fixed)
 
 
 def hidden(start: int, n: int) -> Tensor:
@@ -112,31 +112,47 @@ def test_rows_behind_the_first_rejected_draft_are_left_out(made: dict[str, Path]
 def test_hidden_states_of_rejected_drafts_are_written_over() -> None:
     sequence = history(2, 0, 3)
     last = sequence.rounds[-1].start
-    assert sequence.states is not None
-    assert sequence.states_base + len(sequence.states) == last - 1
-    torch.testing.assert_close(sequence.states, hidden(0, last - 1))
+    assert (sequence.hidden.base, sequence.hidden.stop) == (0, last - 1)
+    torch.testing.assert_close(sequence.hidden.rows(0), hidden(0, last - 1))
 
 
 def test_hidden_states_are_bounded_and_heal_after_a_gap() -> None:
     sequence = history(*[1] * 60, keep=32)
-    assert sequence.states is not None
-    assert len(sequence.states) <= 64
-    start = sequence.rounds[-1].start + 40
-    frame = round_frame(start, 1, since=start - 32)
-    sequence.add(
-        wire.RoundFrame(
-            *(getattr(frame, f) for f in frame.__struct_fields__[:-1]), [wire.Hidden.pack(start - 9, hidden(start - 9, 8))]
-        ),
-        99,
-    )
-    assert sequence.states_base == start - 9
-    assert len(sequence.states) == 8
+    known = sequence.hidden
+    assert known.stop == sequence.rounds[-1].start - 1
+    assert 64 - K - 1 <= len(known) <= 128
+    torch.testing.assert_close(known.rows(known.base), hidden(known.base, len(known)))
+    at = sequence.rounds[-1].start + 40
+    known.put(at, hidden(at, 8), 64)
+    assert (known.base, len(known)) == (at, 8)
+    known.put(at + 4, hidden(at + 4, 300), 64)
+    assert known.stop == at + 304
+    torch.testing.assert_close(known.rows(known.base), hidden(known.base, len(known)))
+    known.cut(known.base - 5)
+    assert len(known) == 0
 
 
 def test_rounds_without_their_hidden_states_are_passed_over(made: dict[str, Path]) -> None:
     sequence = history(2, 1)
-    sequence.states = None
+    sequence.hidden.cut(0)
     assert twin(made["plain"]).pack(sequence, list(sequence.rounds)) is None
+
+
+def test_rounds_with_little_before_them_are_passed_over(made: dict[str, Path]) -> None:
+    """Of a prompt from the prefix cache no hidden states come: the served head saw it, the twin would not."""
+    sequence = history(*[1] * 20, start=100)
+    learner = twin(made["plain"], window=64)
+    everything = learner.pack(sequence, list(sequence.rounds))
+    assert everything is not None
+    cached = history(*[1] * 20, start=100)
+    known = cached.hidden.rows(90)
+    cached.hidden.cut(0)
+    cached.hidden.put(90, known, 512)
+    found = learner.pack(cached, list(cached.rounds))
+    assert found is not None
+    assert isinstance(found, Unrolled)
+    assert 0 < len(found.k) < len(everything.k)
+    assert int(found.roots.min()) >= 31
 
 
 @pytest.mark.parametrize("kind", HEADS)
@@ -163,20 +179,27 @@ def test_what_belongs_to_the_target_stays(made: dict[str, Path]) -> None:
         twin(made["plain"], fixed=fixed, scope="head")
 
 
-def test_the_served_head_tells_what_it_shares() -> None:
+def test_the_served_head_tells_what_must_stay() -> None:
     target = torch.nn.Module()
-    target.lm_head, target.model = torch.nn.Linear(2, 2), torch.nn.Module()
-    target.model.embed_tokens = torch.nn.Embedding(2, 2)
+    target.lm_head = torch.nn.Linear(2, 2)
     draft = torch.nn.Module()
-    draft.lm_head, draft.model = torch.nn.Linear(2, 2), torch.nn.Module()
-    draft.model.embed_tokens = target.model.embed_tokens
+    draft.lm_head = torch.nn.Linear(2, 2)
     runner = SimpleNamespace(get_model=lambda: target, get_draft_model=lambda: draft)
-    assert states.shared(runner) == ["embed_tokens.weight"]
+    assert states.fixed(runner) == ["embed_tokens.weight"]
     draft.lm_head = target.lm_head
-    assert states.shared(runner) == ["lm_head.weight", "embed_tokens.weight"]
+    assert states.fixed(runner) == ["embed_tokens.weight", "lm_head.weight"]
 
 
-@pytest.mark.parametrize("extra", [{"fc_norm": True}, {"eagle_config": {"use_aux_hidden_state": False}}])
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"fc_norm": True},
+        {"eagle_config": {"use_aux_hidden_state": False}},
+        {"architectures": ["Eagle3Qwen3ForCausalLM"]},
+        {"speculators_model_type": "eagle3"},
+        {"layer_types": ["sliding_attention"]},
+    ],
+)
 def test_a_head_of_another_kind_is_refused(tmp_path: Path, extra: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="turn tts off"):
         twin(make_head(tmp_path / "head", TARGET, **extra))
@@ -193,18 +216,70 @@ def test_a_checkpoint_that_lacks_a_tensor_is_refused(tmp_path: Path) -> None:
         twin(path)
 
 
+@pytest.mark.parametrize("bin_file", [True, False])
+def test_weights_in_either_format_and_what_comes_from_the_target(tmp_path: Path, bin_file: bool) -> None:
+    from safetensors.torch import load_file, save_file
+
+    path = make_head(tmp_path / "head", TARGET, own_output=False)
+    weights = load_file(path / "model.safetensors")
+    output = weights.pop("lm_head.weight")
+    (path / "model.safetensors").unlink()
+    if bin_file:
+        torch.save(weights, path / "pytorch_model.bin")
+    else:
+        save_file(weights, path / "model.safetensors")
+    head = EagleHead.load(path, TARGET)
+    torch.testing.assert_close(head.lm_head.weight.detach(), output)  # the target's is tied to its embedding
+    torch.testing.assert_close(head.embed_tokens.weight.detach(), output)
+
+
+def test_a_smaller_vocabulary_needs_its_map(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    path = make_head(tmp_path / "head", TARGET, words=100)
+    weights = load_file(path / "model.safetensors")
+    del weights["d2t"]
+    save_file(weights, path / "model.safetensors")
+    with pytest.raises(ConfigError, match="d2t"):
+        twin(path)
+
+
 def test_a_smaller_vocabulary_is_taught_the_law_within_it() -> None:
     """KL to the law given the draft's tokens is finite, and least where the draft follows it: also for a row cut to k tokens."""
     logp = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
     possible = torch.tensor([True, False, True, True])
-    full = Rows(logp).within(possible)
+    full, inside = Rows(logp).within(possible)
     torch.testing.assert_close(full.logp.exp(), torch.tensor([[4 / 7, 0.0, 2 / 7, 1 / 7]]))
-    cut = Rows(logp[:, :2], torch.tensor([[0, 1]])).within(possible)
+    torch.testing.assert_close(inside, torch.tensor([0.7]))
+    cut, inside = Rows(logp[:, :2], torch.tensor([[0, 1]])).within(possible)
     torch.testing.assert_close(cut.logp.exp(), torch.tensor([[4 / 7, 0.0]]))
-    torch.testing.assert_close(cut.tail, torch.tensor([3 / 7]))
+    torch.testing.assert_close((cut.tail, inside), (torch.tensor([3 / 7]), torch.tensor([0.7])))
     student = torch.tensor([[4 / 7, 0.0, 2 / 7, 1 / 7]]).log()
     torch.testing.assert_close(kl(full, student), torch.zeros(1), atol=1e-6, rtol=0)
-    assert Rows(logp).within(None).logp is logp
+
+
+def test_the_weight_of_a_row_makes_its_gradient_that_of_the_whole_law() -> None:
+    p, possible = torch.tensor([[0.4, 0.3, 0.2, 0.1]]), torch.tensor([True, False, True, True])
+    student = torch.randn(1, 4, generator=torch.Generator().manual_seed(0)).masked_fill(~possible, -torch.inf).requires_grad_()
+    rows, inside = Rows(p.log()).within(possible)
+    (inside * kl(rows, student.log_softmax(-1))).sum().backward()
+    assert student.grad is not None
+    torch.testing.assert_close(student.grad[:, possible], (0.7 * student.softmax(-1) - p)[:, possible].detach())
+
+
+def test_a_target_sure_of_a_token_the_head_cannot_draft_teaches_nothing_and_breaks_nothing(made: dict[str, Path]) -> None:
+    logits = torch.zeros(2, 4)
+    logits[0, 0], logits[1, 0] = 20.0, 300.0
+    rows, inside = Rows(logits.log_softmax(-1)).within(torch.tensor([False, True, True, True]))
+    assert not torch.isnan(rows.logp).any()
+    assert inside.tolist() == [0.0, 0.0]
+    learner = twin(made["small vocabulary"], rate=3e-3)
+    sequence = history(2, 0, 3)
+    sequence.rounds[0].target.logp[:] = torch.full((416,), -300.0).index_fill(0, torch.tensor([300]), 0.0)
+    lesson = learner.pack(sequence, list(sequence.rounds))
+    assert lesson is not None
+    losses = [learner.step([lesson]) for _ in range(10)]
+    assert losses[-1] < losses[0]
 
 
 def test_the_drafter_is_wrapped_by_name() -> None:

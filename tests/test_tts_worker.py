@@ -10,18 +10,21 @@ import pytest
 import torch
 import zmq
 
-from agentguard.errors import ConfigError
+from agentguard.errors import ConfigError, PluginError
 from agentguard.events import DraftUpdated, TtsChanged
 from agentguard.tts_settings import TtsSettings
+from engine_plugins.tts import capture as capture_module
 from engine_plugins.tts import wire
 from engine_plugins.tts.capture import REQUESTS, Capture, Seen
 from engine_plugins.tts.serving import START, Serving
+from engine_plugins.tts.slots import Slots
 from engine_plugins.vllm import worker as worker_module
 from engine_plugins.vllm.seam_v1 import _without_broken_rows
 from tests.test_rules import distributions
 from tests.test_seam_v1 import DRAWS, draws_of, p_value
 
 V, K = 20, 3
+GOOD = {"tts": {}, "frames": "ipc:///x"}
 FACTS = dict.fromkeys(("loss", "train_ms", "rows", "rounds", "live", "frozen", "gain", "break_even"), 1)
 
 
@@ -75,10 +78,11 @@ class Rig:
     def publish(self, slot: int, epoch: int, action: str = "go_on") -> dict[str, Any]:
         return self.serving.publish({"version": 7, "epoch": epoch, "slot": slot, "action": action, "reason": "r", **FACTS})
 
-    def verify(self, states: dict[str, Any], accepted: int = 1) -> None:
-        """A verification of K drafts of each request, as the seam reports it."""
+    def verify(self, states: dict[str, Any], accepted: int = 1, *, prompts: dict[str, Any] | None = None) -> None:
+        """A verification of K drafts of each request, as the seam reports it, beside requests in the middle of their prompts."""
         n = len(states)
         seen = [Seen(i, name, state, i * K, (i + 1) * K) for i, (name, state) in enumerate(states.items())]
+        seen += [Seen(n + i, name, state, n * K, n * K) for i, (name, state) in enumerate((prompts or {}).items())]
         logits, drafts = torch.randn(n * K, V), torch.randint(0, V, (n * K,))
         q = torch.randn(n * K, V).softmax(-1)
         held = self.serving.before(seen, logits, q, drafts, torch.zeros(n * K, dtype=torch.bool))
@@ -160,10 +164,6 @@ def test_hidden_states_leave_with_the_next_frame_once(rig: Rig) -> None:
     assert found["s"] == [[(0, 3)], [(3, K + 1)], [(5, K + 1)]]
     for piece in (h for f in frames for row in f.rounds for h in row.hidden):
         assert piece.rows()[:, 0].tolist() == list(range(piece.start, piece.start + len(piece.rows())))
-    rig.serving.attach("p", rig.settings)
-    rig.verify(states)
-    (frame,) = rig.frames()
-    assert [h.start for h in frame.rounds[0].hidden] == [8, 40, 42], "a new trainer is sent the window again"
 
 
 def test_hidden_states_are_bounded_and_go_with_their_request(rig: Rig) -> None:
@@ -176,9 +176,35 @@ def test_hidden_states_are_bounded_and_go_with_their_request(rig: Rig) -> None:
     kept = rig.capture._states
     assert len(kept) <= 2 * REQUESTS
     assert {f"r{i}" for i in range(REQUESTS)} <= set(kept)
-    assert all(known.rows <= 32 + 40 + K for known in kept.values())
+    assert all(known.rows <= 32 + K for known in kept.values())
     rig.verify({"r1": states["r1"]})
     assert list(kept) == ["r1"]
+    rig.serving.detach("paused", "")
+    assert not kept
+
+
+def test_a_frame_carries_the_newest_hidden_states_that_fit(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it leaves behind is not sent later: the trainer begins anew where the rows begin."""
+    monkeypatch.setattr(capture_module, "HIDDEN_BYTES", 20 * 3 * 2)
+    rig.serving.attach("p", rig.settings)
+    one = {"r": state(prompt=40)}
+    for _ in range(2):
+        step_of_a_head(rig, one)
+        rig.verify(one)
+    pieces = [[(h.start, len(h.rows())) for h in f.rounds[0].hidden] for f in rig.frames()]
+    assert pieces == [[(20, 20)], [(40, K + 1)]]
+
+
+def test_what_belongs_to_the_target_is_never_loaded(tmp_path: Path) -> None:
+    """Whatever a trainer says it has: the slots' names are read before anything is."""
+    rig = Rig(tmp_path)
+    rig.serving._fixed = ("lm_head.weight",)
+    slots = Slots.create(tmp_path / "slots", {"lm_head.weight": torch.ones(2, 2)}, torch.float32)
+    with pytest.raises(PluginError, match=r"lm_head\.weight, which belong to the target"):
+        rig.serving.attach(str(slots.path), rig.settings)
+    assert rig.weights.inits == []
+    slots.close()
+    rig.close()
 
 
 def test_a_dropped_frame_loses_no_hidden_states(tmp_path: Path) -> None:
@@ -198,6 +224,26 @@ def test_a_dropped_frame_loses_no_hidden_states(tmp_path: Path) -> None:
     assert starts[:2] == [0, 10]
     assert len(starts) == 1 + rig.capture.dropped
     rig.close()
+
+
+def test_a_request_that_was_beside_others_in_its_prompt_brings_all_of_it(rig: Rig) -> None:
+    rig.serving.attach("p", rig.settings)
+    one, late = state(), state(prompt=20)
+    late.output_token_ids.clear()
+    step_of_a_head(rig, {"r": one})
+    for _ in range(2):
+        rig.serving.hidden(
+            SimpleNamespace(input_batch=SimpleNamespace(req_ids=["late"]), requests={"late": late}), torch.arange(20),
+            torch.zeros(20, 3), SimpleNamespace(query_start_loc_cpu=torch.tensor([0, 20])),
+        )  # fmt: skip
+        rig.verify({"r": one}, prompts={"late": late})
+    late.output_token_ids.append(7)
+    rig.verify({"r": one, "late": late})
+    *before, last = rig.frames()
+    assert [[row.request for row in f.rounds] for f in before] == [["r"], ["r"]]
+    row = last.rounds[1]
+    assert (row.request, row.since, row.tokens) == ("late", 0, [*range(20), 7])
+    assert row.hidden[0].start == 0
 
 
 def test_a_request_with_a_known_id_is_another_one(rig: Rig) -> None:
@@ -355,14 +401,21 @@ def test_rows_that_are_laws_are_left_alone() -> None:
     [
         ({"settings": {"tts": {}}}, "additional_config.agentguard.frames"),
         ({"settings": {"tts": {"strid": 1}, "frames": "ipc:///x"}}, "did you mean 'stride'"),
-        ({"settings": {"tts": {}, "frames": "ipc:///x"}, "backend": "nccl"}, "agentguard_shm"),
-        ({"settings": {"tts": {}, "frames": "ipc:///x"}, "method": "medusa"}, "speculative_config.method='medusa'"),
+        ({"settings": GOOD, "backend": "nccl"}, "agentguard_shm"),
+        ({"settings": GOOD, "method": "medusa"}, "speculative_config.method='medusa'"),
+        ({"settings": GOOD, "method": "eagle3", "parallel": True}, "parallel_drafting"),
+        ({"settings": GOOD, "method": "eagle3", "mrope": True}, "M-RoPE"),
+        ({"settings": GOOD, "method": "eagle3", "stages": 2}, "pipeline_parallel_size"),
     ],
 )
 def test_a_set_up_without_effect_is_refused(config: dict[str, Any], named: str) -> None:
     vllm_config = SimpleNamespace(
         weight_transfer_config=SimpleNamespace(backend=config.get("backend", "agentguard_shm")),
-        speculative_config=SimpleNamespace(method=config.get("method", "draft_model")),
+        speculative_config=SimpleNamespace(
+            method=config.get("method", "draft_model"), parallel_drafting=config.get("parallel", False)
+        ),
+        model_config=SimpleNamespace(uses_mrope=config.get("mrope", False)),
+        parallel_config=SimpleNamespace(pipeline_parallel_size=config.get("stages", 1)),
     )
     worker = SimpleNamespace(vllm_config=vllm_config, is_driver_worker=False)
     with pytest.raises(ConfigError, match=named):

@@ -80,9 +80,16 @@ def draft_method(policy: Policy) -> str:
     draft, asked = policy.draft or "", policy.engine.draft_method
     if asked != "auto":
         return asked
-    config = Path(draft, "config.json")
-    kind = " ".join(json.loads(config.read_text()).get("architectures") or ()) if config.is_file() else draft
-    return "eagle3" if "eagle3" in kind.lower().replace("-", "") else "draft_model"
+    file = Path(draft, "config.json")
+    if not file.is_file():
+        return "eagle3" if "eagle3" in draft.lower().replace("-", "") else "draft_model"
+    try:
+        config = json.loads(file.read_text())
+    except ValueError as error:
+        raise ConfigError("draft", draft, f"its config.json is not JSON: {error}") from None
+    kinds = " ".join(config.get("architectures") or ()).lower()
+    # a head's config may name the plain architecture of its one layer
+    return "eagle3" if "eagle3" in kinds or "draft_vocab_size" in config or "eagle_config" in config else "draft_model"
 
 
 def command(policy: Policy, port: int, telemetry: str) -> list[str]:
@@ -195,7 +202,14 @@ async def vllm_process(policy: Policy, *, port: int | None = None) -> AsyncItera
 
     Raises ConfigError for a model that is not there, EngineStartError with the end of the log when it does not come up.
     """
-    launch = await asyncio.to_thread(_prepare, policy, port or free_port())
+    preparing = asyncio.ensure_future(asyncio.to_thread(_prepare, policy, port or free_port()))
+    try:
+        launch = await asyncio.shield(preparing)
+    except asyncio.CancelledError:  # the thread goes on, and what it has made would stay
+        launch = await preparing
+        os.close(launch.output)
+        shutil.rmtree(launch.log.parent, ignore_errors=True)
+        raise
     keep_log = False
     try:
         try:

@@ -6,7 +6,7 @@ a full queue, or more than `HELD` steps under way, drop a frame, and the next on
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +23,9 @@ HELD = 16
 REQUESTS = 8
 """Of a batch that are learned from, the same ones until they end; more would only make a step slower. With `top_k` 512 and K = 6 a
 frame has at most 300 kB, so a trainer that hangs holds 5 MB here."""
+HIDDEN_BYTES = 4 << 20
+"""Hidden states a frame takes along for a head, the newest ones: a prompt's window of eight requests of an 8B target would be 50
+MB, and packing it a stop of 70 ms. The frame of a round of eight requests has 1.4 MB of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +41,16 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A request's hidden states of one step, on their way to the host. positions: [n]; rows: [n, W]."""
+    """A request's hidden states of one step, on their way to the host. at: [1] position of the first; rows: [n, W]."""
 
-    positions: Tensor
+    at: Tensor
     rows: Tensor
 
 
 @dataclass(slots=True)
 class _States:
-    """The hidden states of a request's window, in the pieces they came in; ``sent`` of those that were dropped or are here."""
+    """The hidden states of a request's window, in the pieces they came in; ``sent`` counts those, from the first on, that went into
+    a frame."""
 
     state: Any
     pieces: deque[Piece] = field(default_factory=deque)
@@ -79,7 +83,7 @@ class _Step:
     epoch: int
     version: int
     round_ms: float
-    hidden: list[tuple[list[Piece], int]]  # a request's pieces, and how many it had so far
+    hidden: list[tuple[list[Piece], int]]  # a request's pieces, and how many had been sent before
     event: Any = None
 
 
@@ -97,7 +101,7 @@ class Capture:
         self._members: dict[str, Any] = {}
         self._sent: dict[str, tuple[Any, int]] = {}
         self._held: deque[_Step] = deque()
-        self._states: OrderedDict[str, _States] = OrderedDict()
+        self._states: dict[str, _States] = {}
 
     def forget(self, window: int, width: int) -> None:
         """A new trainer knows nothing: the next frames carry their whole window."""
@@ -105,30 +109,27 @@ class Capture:
         self._sent.clear()
         self._held.clear()
         self._members.clear()
-        for known in self._states.values():
-            known.sent = 0
+        self._states.clear()
 
     def hidden(self, request: str, state: Any, positions: Tensor, rows: Tensor) -> None:
-        """The hidden states the head is about to draft from: positions [n], rows [n, W]. They leave with the request's next frame.
-
-        Kept for the window of `REQUESTS` requests besides those that are learned from; a request that had to make room is not
-        learned from until a window of it has come again.
-        """
+        """The hidden states the head is about to draft from, of a request that `wants`: positions [n], rows [n, W]. They leave with
+        its next frame."""
         known = self._states.get(request)
         if known is None or known.state is not state:
             known = self._states[request] = _States(state)
-        self._states.move_to_end(request)
-        known.add(Piece(_to_host(positions[-self.window :]), _to_host(rows[-self.window :])), self.window)
-        others = [r for r in self._states if r not in self._members]
-        if len(others) > REQUESTS:
-            del self._states[others[0]]
+        rows = rows[-self.window :]
+        known.add(Piece(_to_host(positions[-len(rows)][None]), _to_host(rows)), self.window)
+
+    def wants(self, request: str) -> bool:
+        """Are a request's hidden states kept? Those of requests that are learned from, and of as many that may come after them."""
+        return request in self._states or request in self._members or len(self._states) < 2 * REQUESTS
 
     def before(
         self, seen: Sequence[Seen], logits: Tensor, q: Tensor | None, drafts: Tensor, forced: Tensor, *, epoch: int, version: int,
         round_ms: float,
     ) -> _Step:  # fmt: skip
         """Take the laws before verification, which a relaxed rule rewrites. logits, q: [rows, V]; drafts, forced: [rows]."""
-        seen = self._chosen(seen)
+        seen = [s for s in self._chosen(seen) if s.stop > s.start]  # one in the middle of its prompt has no rows, and sends nothing
         p = top_k(logits, self.width)
         log_q = None if q is None else _copy(p.of(q).log().float())
         facts = [self._facts(s) for s in seen]
@@ -145,8 +146,7 @@ class Capture:
         while self._held and (self._held[0].event is None or self._held[0].event.query()):
             self._send(self._held.popleft())
         if len(self._held) > HELD:
-            self._held.popleft()
-            self.dropped += 1
+            self._drop(self._held.popleft())
 
     def close(self) -> None:
         self._socket.close()
@@ -176,22 +176,33 @@ class Capture:
         known = self._states.get(seen.request)
         if known is None or known.state is not seen.state:
             return [], 0
-        return known.unsent(), known.dropped + len(known.pieces)
+        pieces, before = known.unsent(), known.sent
+        known.sent = known.dropped + len(known.pieces)
+        return pieces, before
+
+    def _drop(self, step: _Step) -> None:
+        """What it carried goes with the next one."""
+        self.dropped += 1
+        for seen, (_, before) in zip(step.seen, step.hidden, strict=True):
+            known = self._states.get(seen.request)
+            if known is not None and known.state is seen.state:
+                known.sent = min(known.sent, before)
 
     def _send(self, step: _Step) -> None:
         assert step.out is not None
+        if not self._socket.poll(0, zmq.POLLOUT):  # before any work: a full queue must not slow the step
+            self._drop(step)
+            return
         drafts, forced, out = step.drafts.tolist(), step.forced.tolist(), step.out.tolist()
         rounds = []
         for seen, (start, since, tokens, output), (pieces, _) in zip(step.seen, step.facts, step.hidden, strict=True):
             rows = slice(seen.start, seen.stop)
-            if seen.start == seen.stop:
-                continue
             laws = wire.Laws.pack(
                 Rows(step.p.logp[rows], None if step.p.ids is None else step.p.ids[rows]), None if step.q is None else step.q[rows]
             )
             committed = [t for t in out[seen.index] if t >= 0]
             temperature = float(seen.state.sampling_params.temperature)
-            hidden = [wire.Hidden.pack(int(p.positions[0]), p.rows) for p in pieces]
+            hidden = [wire.Hidden.pack(int(p.at), p.rows) for p in _newest(pieces, HIDDEN_BYTES // len(step.seen))]
             rounds.append(
                 wire.RoundFrame(
                     seen.request, start, since, tokens, output, drafts[rows], committed, forced[rows], temperature, laws, hidden
@@ -202,15 +213,27 @@ class Capture:
         try:
             self._socket.send(wire.encode(wire.Frame(step.epoch, step.version, step.round_ms, self.dropped, rounds)), zmq.NOBLOCK)
         except zmq.Again:
-            self.dropped += 1
+            self._drop(step)
             return
         if len(self._sent) > 4096:
             self._sent.clear()  # the next frames carry their window again
-        for seen, (start, *_), (_, so_far) in zip(step.seen, step.facts, step.hidden, strict=True):
+        for seen, (start, *_) in zip(step.seen, step.facts, strict=True):
             self._sent[seen.request] = (seen.state, start)
-            known = self._states.get(seen.request)
-            if known is not None and known.state is seen.state:
-                known.sent = so_far
+
+
+def _newest(pieces: list[Piece], most: int) -> list[Piece]:
+    """The last pieces that together have no more than ``most`` bytes; of a single one that has more, its end."""
+    found: list[Piece] = []
+    for piece in reversed(pieces):
+        size = piece.rows.nbytes
+        if size > most and not found:
+            keep = max(1, most * len(piece.rows) // size)
+            return [Piece(piece.at + (len(piece.rows) - keep), piece.rows[-keep:])]
+        most -= size
+        if most < 0:
+            break
+        found.append(piece)
+    return found[::-1]
 
 
 def _host(rows: Rows) -> Rows:

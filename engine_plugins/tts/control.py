@@ -44,6 +44,7 @@ class Plan:
 
     draft: str
     target: str
+    method: str
     k: int
     frames: str
     dtype: str
@@ -135,10 +136,13 @@ class Control:
     async def look(self) -> dict[str, Any]:
         """The status, after asking the worker whether a step of the engine has switched TTS off. Raises PluginError where it does
         not answer."""
-        if self.state == "live" and (failed := "; ".join(filter(None, await self._call("ag_tts_failed")))):
-            self.state, self.reason = "off", failed
-            self._wake.set()  # ends the trainer; the worker's event has been sent
+        if self.state == "live" and (failed := await self._failure()):
+            await self._say("off", failed, detach=True)  # on every rank, as only one of them may have failed
+            self._wake.set()  # ends the trainer
         return self.status()
+
+    async def _failure(self) -> str:
+        return "; ".join(filter(None, await self._call("ag_tts_failed")))
 
     def status(self) -> dict[str, Any]:
         process = self.process
@@ -153,8 +157,9 @@ class Control:
         fixed = (await self._call("ag_tts_fixed"))[0]
         directory = await asyncio.to_thread(own_directory)
         options = {
-            "draft": self.plan.draft, "target": self.plan.target, "fixed": fixed, "k": self.plan.k, "frames": self.plan.frames,
-            "slots": str(directory / "slots"), "dtype": self.plan.dtype, "settings": asdict(self.settings),
+            "draft": self.plan.draft, "target": self.plan.target, "method": self.plan.method, "fixed": fixed, "k": self.plan.k,
+            "frames": self.plan.frames, "slots": str(directory / "slots"), "dtype": self.plan.dtype,
+            "settings": asdict(self.settings),
         }  # fmt: skip
         process = self.process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "engine_plugins.tts.trainer", json.dumps(options),
@@ -201,6 +206,8 @@ class Control:
         elif kind == "publish":
             answers = await self._call("ag_tts_publish", word)
             good = all(a["applied"] for a in answers)
+            if not good and (failed := await self._failure()):
+                raise _ImpossibleError(failed)
             self.updates += good
             self.refused += not good
             if good and word["action"] == "stop":

@@ -9,6 +9,7 @@ flow through the chain. The weights carry the names vLLM's `llama_eagle3.py` loa
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,9 +25,10 @@ from agentguard.errors import ConfigError
 from engine_plugins.tts.layout import Lesson, lesson
 from engine_plugins.tts.rounds import Round, Sequence
 
-ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
-UNKNOWN = ("fc_norm", "norm_before_fc")
-"""Settings of a head that change its forward pass and are not built here."""
+ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM")
+"""Names under which vLLM builds `Eagle3LlamaForCausalLM` with ``method: eagle3``; other heads have other layers."""
+UNKNOWN = ("fc_norm", "norm_before_fc", "speculators_model_type")
+"""Settings of a head that change its forward pass or its files and are not built here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,30 +47,33 @@ class Unrolled(Lesson):
 
 
 def unroll(sequence: Sequence, rounds: Items[Round], window: int, *, rejected: bool = False) -> Unrolled | None:
-    """The trunk and chains that give the head's laws at the rounds' rows; None without a row to learn from. Rounds whose hidden
-    states have not come, or have left the window, are passed over."""
-    if sequence.states is None or not len(sequence.states):
-        return None
-    low = max(sequence.states_base, sequence.states_base + len(sequence.states) - window, sequence.base - 1)
-    stop = sequence.states_base + len(sequence.states)
+    """The trunk and chains that give the head's laws at the rounds' rows; None without a row to learn from.
+
+    Rounds with less than half a window of hidden states before them are passed over, unless these are all there are: the served
+    head had more, and its law is another one. So are rounds behind a prompt from the prefix cache, until half a window is written.
+    """
+    hidden = sequence.hidden
+    stop = hidden.stop
+    low = max(hidden.base, stop - window, sequence.base - 1, 0)
+    first = low if low == 0 else low + window // 2 - 1
     picked: list[tuple[Round, list[int]]] = []
     for r in rounds:
         wanted = r.rows(rejected=rejected)
-        if wanted and low <= r.start - 2 < stop:
+        if wanted and first <= r.start - 2 < stop:
             picked.append((r, wanted))
     if not picked:
         return None
     picked.sort(key=lambda one: -one[1][-1])
     depth = picked[0][1][-1]
     n = len(picked)
-    first = sequence.tokens[low + 1 - sequence.base : stop + 1 - sequence.base]
+    behind = sequence.tokens[low + 1 - sequence.base : stop + 1 - sequence.base]
     chain = torch.zeros(n, depth, dtype=torch.long)
     for i, (r, wanted) in enumerate(picked):
         chain[i, : wanted[-1]] = torch.tensor(r.drafted[: wanted[-1]], dtype=torch.long)
     return Unrolled(
         **lesson(picked, sequence.temperature),
-        states=sequence.states[low - sequence.states_base :].float(),
-        ids=torch.tensor(first),
+        states=hidden.rows(low),
+        ids=torch.tensor(behind),
         positions=torch.arange(low, stop),
         roots=torch.tensor([r.start - 2 - low for r, _ in picked]),
         chain=chain,
@@ -86,12 +91,12 @@ class _Attention(nn.Module):
         super().__init__()
         heads, d = config.num_attention_heads, head_dim(config)
         kv = config.num_key_value_heads or heads
-        bias = bool(config.attention_bias)
+        bias = bool(config.attention_bias)  # of all four, as in vLLM's LlamaAttention
         self.d = d
         self.q_proj = nn.Linear(width, heads * d, bias=bias)
         self.k_proj = nn.Linear(width, kv * d, bias=bias)
         self.v_proj = nn.Linear(width, kv * d, bias=bias)
-        self.o_proj = nn.Linear(heads * d, config.hidden_size, bias=False)
+        self.o_proj = nn.Linear(heads * d, config.hidden_size, bias=bias)
 
     def forward(self, x: Tensor, turn: tuple[Tensor, Tensor], past: list[tuple[Tensor, Tensor]], attend: Tensor) -> Tensor:
         q, k, v = (p(x).view(1, len(x), -1, self.d).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
@@ -138,10 +143,14 @@ class EagleHead(nn.Module):
         super().__init__()
         h = config.hidden_size
         eagle = extra.get("eagle_config") or {}
-        if any(extra.get(name) or eagle.get(name) for name in UNKNOWN) or eagle.get("use_aux_hidden_state") is False:
-            raise ConfigError(
-                "draft", extra.get("architectures"), f"tts does not know heads with {', '.join(UNKNOWN)}; turn tts off"
-            )
+        kinds = extra.get("architectures") or []
+        if not any(kind in ARCHITECTURES for kind in kinds):
+            raise ConfigError("draft", kinds, f"tts knows heads of the kinds {', '.join(ARCHITECTURES)}; turn tts off")
+        odd = [name for name in UNKNOWN if extra.get(name) or eagle.get(name)]
+        odd += ["use_aux_hidden_state: false"] if eagle.get("use_aux_hidden_state") is False else []
+        odd += ["sliding attention"] if any("sliding" in kind for kind in extra.get("layer_types") or ()) else []
+        if odd:
+            raise ConfigError("draft", kinds, f"tts does not know heads with {', '.join(odd)}; turn tts off")
         self.config = config
         self.vocabulary = targets
         self.norm_output = bool(extra.get("norm_output"))
@@ -162,31 +171,38 @@ class EagleHead(nn.Module):
 
     @classmethod
     def load(cls, path: Path, target: Path) -> EagleHead:
-        """From a checkpoint's directory. What the head does not carry itself it shares with the target: embedding, output
-        matrix."""
+        """From a checkpoint's directory. What the head does not carry itself it shares with the target: embedding, output matrix.
+        Raises ConfigError naming what does not fit."""
         extra = json.loads((path / "config.json").read_text())
+        theirs = json.loads((target / "config.json").read_text())
+        theirs = theirs.get("text_config") or theirs
         config = LlamaConfig.from_dict(extra)
         config.head_dim = head_dim(config)  # the rotary embedding reads it there
-        targets = json.loads((target / "config.json").read_text())["vocab_size"]
-        head = cls(config, extra, targets=targets)
-        weights = {
-            name.removeprefix("model.").replace("midlayer.", "layers.0."): t for name, t in _tensors(path, lambda name: True)
-        }
+        with torch.device("meta"):  # nothing is drawn that is loaded anyway
+            head = cls(config, extra, targets=theirs["vocab_size"])
+        head.rotary = LlamaRotaryEmbedding(config)
+        weights = {n.removeprefix("model.").replace("midlayer.", "layers.0."): t for n, t in _tensors(path)}
         offsets = weights.pop("d2t", None)
-        if offsets is not None and head.to_target is not None:
-            head.to_target.add_(offsets)
         weights.pop("t2d", None)
+        if head.to_target is not None:
+            if offsets is None:
+                raise ConfigError("draft", path.name, "has a vocabulary of its own and no 'd2t' that says which tokens it holds")
+            head.to_target = torch.arange(len(offsets)) + offsets.long()
         if "embed_tokens.weight" not in weights:
-            weights["embed_tokens.weight"] = _one(target, "model.embed_tokens.weight")
+            weights["embed_tokens.weight"] = _of_target(target, "embed_tokens.weight")
         if "lm_head.weight" not in weights:
-            weights["lm_head.weight"] = _one(target, "lm_head.weight", "model.embed_tokens.weight")
-        missing, unknown = head.load_state_dict({n: t.float() for n, t in weights.items()}, strict=False)
-        missing = [n for n in missing if n != "to_target"]
-        if missing or unknown:
-            raise ConfigError(
-                "draft", str(path.name), f"is no EAGLE-3 head tts knows: missing {missing[:3]}, unknown {unknown[:3]}"
-            )
-        return head.float()
+            tied = theirs.get("tie_word_embeddings", False)
+            weights["lm_head.weight"] = _of_target(target, "embed_tokens.weight" if tied else "lm_head.weight")
+        wanted = {n: p.shape for n, p in head.named_parameters()}
+        missing, unknown = sorted(wanted.keys() - weights.keys()), sorted(weights.keys() - wanted.keys())
+        odd = [n for n in wanted.keys() & weights.keys() if weights[n].shape != wanted[n]]
+        if missing or unknown or odd:
+            what = f"missing {missing[:3]}, unknown {unknown[:3]}, of another shape {odd[:3]}"
+            raise ConfigError("draft", path.name, f"is no EAGLE-3 head tts knows: {what}; turn tts off")
+        for name in wanted:
+            weights[name] = weights[name].float()
+        head.load_state_dict(weights, strict=False, assign=True)
+        return head
 
     def get_output_embeddings(self) -> nn.Module:
         return self.lm_head
@@ -240,23 +256,24 @@ def directory(model: str) -> Path:
     return Path(snapshot_download(model, local_files_only=True))
 
 
-def is_head(path: Path) -> bool:
-    """Is the draft in this directory an EAGLE-3 head?"""
-    config = path / "config.json"
-    return config.is_file() and any(a in ARCHITECTURES for a in json.loads(config.read_text()).get("architectures") or ())
-
-
-def _tensors(path: Path, wanted: Any) -> list[tuple[str, Tensor]]:
-    found = []
-    for file in sorted(path.glob("*.safetensors")):
+def _tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of a checkpoint, in safetensors or as PyTorch saves them."""
+    files = sorted(path.glob("*.safetensors"))
+    for file in files:
         with safe_open(file, "pt") as weights:
-            found += [(name, weights.get_tensor(name)) for name in weights.keys() if wanted(name)]  # noqa: SIM118
-    if not found:
-        raise ConfigError("draft", path.name, "has no weights in safetensors files; tts reads no other format")
-    return found
+            yield from ((name, weights.get_tensor(name)) for name in weights.keys())  # noqa: SIM118
+    for file in () if files else sorted(path.glob("pytorch_model*.bin")):
+        yield from torch.load(file, map_location="cpu", weights_only=True, mmap=True).items()
 
 
-def _one(path: Path, *names: str) -> Tensor:
-    """The first of the named tensors that is there."""
-    found = dict(_tensors(path, lambda name: name in names))
-    return next(found[name] for name in names if name in found)
+def _of_target(path: Path, name: str) -> Tensor:
+    """A tensor of the target's checkpoint, wherever in it the language model lies."""
+    files = sorted(path.glob("*.safetensors"))
+    for file in files:
+        with safe_open(file, "pt") as weights:
+            for known in weights.keys():  # noqa: SIM118
+                if known.endswith(name):
+                    tensor: Tensor = weights.get_tensor(known)
+                    return tensor
+    where = "none of its safetensors files has it" if files else "it has no safetensors files"
+    raise ConfigError("model", path.name, f"the head takes {name} from the target, and {where}; turn tts off")

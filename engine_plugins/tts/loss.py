@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+SLIGHT = 1e-4  # a law that has no more than this among the possible tokens teaches nothing: what is left of it is rounding
 TINY = 1e-10  # probability below which a bucket counts as empty; float32 sums of a row are not closer to 1 than 1e-7
 
 
@@ -37,14 +38,15 @@ class Rows:
         """The values of [n, V] ``student`` at the tokens of these rows."""
         return student if self.ids is None else student.gather(-1, self.ids)
 
-    def within(self, possible: Tensor | None) -> Rows:
-        """The laws given that the token is one of ``possible`` ([V] bool, None for all), as a draft with a smaller vocabulary can
-        follow no other. Of a row cut to k tokens the rest counts as possible."""
-        if possible is None:
-            return self
+    def within(self, possible: Tensor) -> tuple[Rows, Tensor]:
+        """The laws given that the token is one of ``possible`` ([V] bool), as a draft with a smaller vocabulary can follow no
+        other, and the probability of that, [n]. Of a row cut to k tokens the rest counts as possible.
+
+        Cross-entropy with the whole law is that with the first times the second (but for a constant), so that is a row's weight."""
         here = possible if self.ids is None else possible[self.ids]
-        outside = torch.where(here, 0.0, self.logp.exp()).sum(-1, keepdim=True)
-        return Rows(torch.where(here, self.logp - torch.log1p(-outside.clamp_max(1 - TINY)), -torch.inf), self.ids)
+        inside = (1 - torch.where(here, 0.0, self.logp.exp()).sum(-1)).clamp(0.0, 1.0)
+        shift = inside.clamp_min(SLIGHT).log()[:, None]
+        return Rows(torch.where(here, self.logp - shift, -torch.inf), self.ids), torch.where(inside > SLIGHT, inside, 0.0)
 
     def __getitem__(self, index: Tensor) -> Rows:
         return Rows(self.logp[index], None if self.ids is None else self.ids[index])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engine_plugins.tts.loss import Rows
-from engine_plugins.tts.wire import Hidden, RoundFrame
+from engine_plugins.tts.wire import RoundFrame
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +37,8 @@ class Round:
 
 @dataclass(slots=True)
 class Sequence:
-    """tokens: the committed ones at base … base + len - 1, at least the last ``keep`` of them. states: [n, W] the target's hidden
-    states at states_base …, of a head's rounds only."""
+    """tokens: the committed ones at base … base + len - 1, at least the last ``keep`` of them. hidden: the target's hidden states,
+    of a head's rounds only."""
 
     keep: int
     temperature: float = 1.0
@@ -46,8 +46,7 @@ class Sequence:
     base: int = 0
     tokens: list[int] = field(default_factory=list)
     rounds: deque[Round] = field(default_factory=deque)
-    states: Tensor | None = None
-    states_base: int = 0
+    hidden: HiddenStates = field(default_factory=lambda: HiddenStates())
     unusable: int = 0
     """Rows dropped because they were not finite."""
 
@@ -59,9 +58,8 @@ class Sequence:
         del self.tokens[frame.since - self.base :]
         self.tokens += [*frame.tokens, *frame.out]
         for piece in frame.hidden:
-            self._take(piece)
-        if self.states is not None:  # those of the last committed token and of the drafts behind it are not known yet
-            self.states = self.states[: max(0, frame.start - 1 - self.states_base)]
+            self.hidden.put(piece.start, piece.rows(), 2 * self.keep)
+        self.hidden.cut(frame.start - 1)  # the last committed token has been through no forward pass yet
         self.temperature, self.output = frame.temperature, frame.output
         target = frame.laws.target()
         bad = torch.isnan(target.logp).any(-1) | (target.logp.exp().sum(-1) <= 0)
@@ -79,13 +77,48 @@ class Sequence:
             self.rounds.popleft()
         return round_
 
-    def _take(self, piece: Hidden) -> None:
-        """A step's hidden states: behind what is known, over those of rejected drafts."""
-        rows = piece.rows()
-        known = self.states
-        if known is None or not self.states_base <= piece.start <= self.states_base + len(known):
-            self.states, self.states_base = rows, piece.start
-            return
-        joined = torch.cat([known[: piece.start - self.states_base], rows])
-        over = max(0, len(joined) - 2 * self.keep)
-        self.states, self.states_base = joined[over:], self.states_base + over
+
+class HiddenStates:
+    """The latest hidden states of a request in one buffer, which is moved once a window and not once a round."""
+
+    def __init__(self) -> None:
+        self.base = 0
+        self._count = 0
+        self._rows: Tensor | None = None
+
+    def __len__(self) -> int:
+        return self._count
+
+    @property
+    def stop(self) -> int:
+        """The position behind the last one known."""
+        return self.base + self._count
+
+    def rows(self, start: int) -> Tensor:
+        """[stop - start, W] a copy of those from position ``start`` on, in float32."""
+        assert self._rows is not None
+        return self._rows[start - self.base : self._count].float()
+
+    def put(self, start: int, rows: Tensor, keep: int) -> None:
+        """Behind what is known, over those of rejected drafts; what does not join on takes the place of all. At least the last
+        ``keep`` stay."""
+        at = start - self.base
+        if self._rows is None or not 0 <= at <= self._count or self._rows.shape[1:] != rows.shape[1:]:
+            self.base, self._count, at = start, 0, 0
+            if self._rows is None or self._rows.shape[1:] != rows.shape[1:]:
+                self._rows = rows.new_empty(2 * keep, *rows.shape[1:])
+        over = len(rows) - len(self._rows)
+        if over > 0:
+            rows, self.base = rows[over:], start + over
+            self._count = at = 0
+        elif at + len(rows) > len(self._rows):
+            drop = at + len(rows) - keep
+            drop = min(max(drop, 0), at)
+            self._rows[: at - drop] = self._rows[drop:at].clone()
+            self.base, at = self.base + drop, at - drop
+        self._rows[at : at + len(rows)] = rows
+        self._count = at + len(rows)
+
+    def cut(self, stop: int) -> None:
+        """Forget those at position ``stop`` and behind it."""
+        self._count = max(0, min(self._count, stop - self.base))

@@ -10,10 +10,13 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from agentguard.errors import PluginError
 from agentguard.events import DraftUpdated, TtsChanged, TtsState
 from agentguard.tts_settings import TtsSettings
+from engine_plugins.tts.slots import Slots
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -80,6 +83,11 @@ class Serving:
     def attach(self, path: str, settings: dict[str, Any]) -> dict[str, Any]:
         """A trainer is ready. Loads its start weights, which are the ones in use, so what cannot be loaded shows now."""
         self._settings = TtsSettings.parse(settings)
+        theirs = {entry.name for entry in Slots.open(Path(path)).entries} & set(self._fixed) if self._fixed else set()
+        if theirs:  # loading them would change the target
+            raise PluginError(
+                f"the trainer would publish {', '.join(sorted(theirs))}, which belong to the target; attach another one"
+            )
         if path != self._path:
             self._path = ""
             self._worker.init_weight_transfer_engine({"path": path})
@@ -113,6 +121,8 @@ class Serving:
     def detach(self, state: TtsState, reason: str) -> dict[str, Any]:
         """No trainer any more, or none wanted: back to the start weights, and no frames."""
         self._live = False
+        if self._capture is not None:
+            self._capture.forget(self._settings.window, self._settings.top_k)
         if self.version and self._path:
             self._to_the_start()
         self._changed(state, reason)
@@ -143,7 +153,7 @@ class Serving:
         def take() -> None:
             starts = metadata.query_start_loc_cpu.tolist()
             for request, start, stop in zip(runner.input_batch.req_ids, starts, starts[1:], strict=False):
-                if stop > start:
+                if stop > start and capture.wants(request):
                     capture.hidden(request, runner.requests[request], positions[start:stop], states[start:stop])
 
         self._guarded(take, "capturing hidden states")

@@ -31,16 +31,11 @@ def install(runner: Any, serving: Serving) -> None:
     drafter.propose = propose
 
 
-def shared(runner: Any) -> list[str]:
-    """Names of the draft's tensors that are the target's own modules in serving, which vLLM shares to save memory
-    (`_maybe_share_lm_head`): publishing them would change the target."""
-    target, draft = runner.get_model(), runner.get_draft_model()
-    theirs = {id(m) for m in target.modules()} if draft is not target else set()
-    found = []
-    for place, name in (("lm_head", "lm_head.weight"), ("model.embed_tokens", "embed_tokens.weight")):
-        module = draft
-        for part in place.split("."):
-            module = getattr(module, part, None)
-        if module is not None and id(module) in theirs:
-            found.append(name)
-    return found
+def fixed(runner: Any) -> list[str]:
+    """Names of a head's tensors that must stay: its embedding, which EAGLE does not train, and its output matrix where that is the
+    target's own module, which vLLM shares to save memory (`_maybe_share_lm_head`): publishing it would change the target."""
+    output = getattr(runner.get_draft_model(), "lm_head", None)
+    fixed = ["embed_tokens.weight"]
+    if output is not None and any(module is output for module in runner.get_model().modules()):
+        fixed.append("lm_head.weight")
+    return fixed

@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -68,6 +69,8 @@ class Trainer:
     publish_ms: float = 0.0
     sequences: OrderedDict[str, Sequence] = field(default_factory=OrderedDict)
     judge: Judge = field(init=False)
+    alive: Callable[[], None] = lambda: None
+    """Called within a step that takes long."""
     dropped_rows: int = 0
     dropped_frames: int = 0
     _since: int = 0  # steps with something to learn from since the last update
@@ -125,7 +128,7 @@ class Trainer:
         batch = self._batch(self.settings.stride if self.settings.rows == "stride" else 0)
         if not batch:
             return Action.GO_ON, "", None
-        loss = self.twin.step(batch)
+        loss = self.twin.step(batch, self.alive)
         self.learned = self.number
         self.updates += 1
         at = self.judge.standing(self._overhead())
@@ -167,9 +170,12 @@ def main() -> None:
     os.nice(5)  # where it shares a core with the engine, the engine goes first
     settings = TtsSettings.parse(options["settings"])
     try:
-        twin = Twin.load(options["draft"], settings, target=options["target"], fixed=options["fixed"])
-    except AgentGuardError as error:  # trying again would not help
+        twin = Twin.load(options["draft"], settings, method=options["method"], target=options["target"], fixed=options["fixed"])
+    except AgentGuardError as error:  # trying again would not help with this, nor with what follows
         say("impossible", reason=str(error))
+        return
+    except (KeyError, ValueError, OSError, RuntimeError) as error:  # what files and configurations of another kind raise
+        say("impossible", reason=f"the draft cannot be loaded for training: {error!r}")
         return
     slots = Slots.create(Path(options["slots"]), twin.payload(), getattr(torch, options["dtype"]))
     context = zmq.Context()
@@ -208,12 +214,13 @@ class _Loop:
         self.version = 0
         self.waiting: int | None = None  # version whose answer is due
         self.words = b""
+        self.beat = 0.0
+        trainer.alive = self._beat
 
     def run(self) -> None:
         poller = zmq.Poller()
         poller.register(self.socket, zmq.POLLIN)
         poller.register(sys.stdin.fileno(), zmq.POLLIN)
-        beat = 0.0
         while True:
             ready = dict(poller.poll(HEARTBEAT_S * 1000))
             if sys.stdin.fileno() in ready and not self._listen():
@@ -221,14 +228,13 @@ class _Loop:
             self._drain()
             if self.waiting is None and self.trainer.due:
                 self._update()
-            if time.monotonic() - beat > HEARTBEAT_S:
-                beat = time.monotonic()
-                say(
-                    "beat",
-                    steps=self.trainer.number,
-                    dropped_rows=self.trainer.dropped_rows,
-                    dropped_frames=self.trainer.dropped_frames,
-                )
+            self._beat()
+
+    def _beat(self) -> None:
+        if time.monotonic() - self.beat > HEARTBEAT_S:
+            self.beat = time.monotonic()
+            trainer = self.trainer
+            say("beat", steps=trainer.number, dropped_rows=trainer.dropped_rows, dropped_frames=trainer.dropped_frames)
 
     def _listen(self) -> bool:
         """Read what the control task says; False when it is gone."""

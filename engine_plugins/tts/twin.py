@@ -19,7 +19,7 @@ from torch.nn.utils import parametrize
 
 from agentguard.errors import ConfigError
 from agentguard.tts_settings import TtsSettings
-from engine_plugins.tts.eagle import EagleHead, Unrolled, directory, is_head, unroll
+from engine_plugins.tts.eagle import EagleHead, Unrolled, directory, unroll
 from engine_plugins.tts.layout import Lesson, Packed, pack
 from engine_plugins.tts.loss import position_weights, tts_loss
 from engine_plugins.tts.rounds import Round, Sequence
@@ -71,16 +71,19 @@ class Twin:
         self._optimizer = self._fresh_optimizer()
 
     @classmethod
-    def load(cls, path: str, settings: TtsSettings, *, target: str = "", fixed: Collection[str] = ()) -> Twin:
-        """From the draft's directory; ``target``: the target's, for what a head shares with it."""
-        if is_head(directory(path)):
+    def load(
+        cls, path: str, settings: TtsSettings, *, method: str = "draft_model", target: str = "", fixed: Collection[str] = ()
+    ) -> Twin:  # fmt: skip
+        """From the draft's directory or name. method: vLLM's, ``eagle3`` for a head; target: whose hidden states that gets. Raises
+        ConfigError for a head of a kind that is not known, and whatever transformers raises for a model."""
+        if method == "eagle3":
             return cls(EagleHead.load(directory(path), directory(target)), settings, fixed=fixed)
         from transformers import AutoModelForCausalLM
 
         model = AutoModelForCausalLM.from_pretrained(
             path, dtype=torch.float32, attn_implementation="sdpa", local_files_only=Path(path).exists()
         )
-        return cls(model, settings, mask_token=getattr(model.config, "pard_token", None))
+        return cls(model, settings, mask_token=getattr(model.config, "pard_token", None), fixed=fixed)
 
     def pack(self, sequence: Sequence, rounds: Items[Round]) -> Lesson | None:
         """The rounds' rows as this draft's forward pass takes them; None without a row to learn from."""
@@ -104,18 +107,22 @@ class Twin:
             model = self.model
         return packed.target.of(self._run(model, packed).log_softmax(-1))
 
-    def step(self, batch: Items[Lesson]) -> float:
-        """One Adam step on the packed requests; the loss before it. Raises NonFinite and changes nothing then."""
+    def step(self, batch: Items[Lesson], alive: Callable[[], None] = lambda: None) -> float:
+        """One Adam step on the packed requests; the loss before it. Raises NonFinite and changes nothing then. ``alive`` is called
+        after each request, as a step on a large draft takes long."""
         self._optimizer.zero_grad(set_to_none=True)
         rows = sum(len(p.k) for p in batch)
         total = 0.0
         for packed in batch:
-            weights = position_weights(packed.k, self.settings.decay)
-            loss = tts_loss(
-                self.logits(packed), packed.target.within(self._possible), packed.source, weights, self.settings.proximal
-            )
-            (loss * (len(packed.k) / rows)).backward()  # type: ignore[no-untyped-call]
-            total += loss.item() * len(packed.k) / rows
+            weights, target, part = position_weights(packed.k, self.settings.decay), packed.target, len(packed.k) / rows
+            if self._possible is not None:
+                target, inside = target.within(self._possible)
+                part *= float((weights * inside).sum() / weights.sum())
+                weights = weights * inside
+            loss = part * tts_loss(self.logits(packed), target, packed.source, weights, self.settings.proximal)
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.item()
+            alive()
         norm = nn.utils.clip_grad_norm_(self.trained.values(), self.settings.clip)
         if not (math.isfinite(total) and math.isfinite(norm.item())):
             raise NonFinite(f"loss {total}, gradient norm {norm.item()}")

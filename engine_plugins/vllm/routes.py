@@ -131,6 +131,13 @@ class Endpoints:
 
         speculative = config.speculative_config
         dtype = str(speculative.draft_model_config.dtype).removeprefix("torch.")
-        plan = Plan(speculative.model, config.model_config.model, speculative.num_speculative_tokens, settings["frames"], dtype)
+        plan = Plan(
+            speculative.model,
+            config.model_config.model,
+            speculative.method,
+            speculative.num_speculative_tokens,
+            settings["frames"],
+            dtype,
+        )
         state.ag_tts = Control(rpc, plan, TtsSettings.parse(settings["tts"]))
         state.ag_tts_task = asyncio.create_task(state.ag_tts.run(), name="agentguard tts")  # ends with the server's loop

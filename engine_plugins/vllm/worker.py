@@ -161,16 +161,29 @@ def _serving(worker: Any, settings: dict[str, Any], engine: str, tap: Tap | None
     if speculative.method not in ("draft_model", "eagle3"):
         raise ConfigError("speculative_config.method", speculative.method, "tts trains draft_model and eagle3 drafts")
     head = speculative.method == "eagle3"
-    if head and (speculative.parallel_drafting or getattr(worker.model_runner.drafter, "uses_mrope", False)):
-        raise ConfigError(
-            "speculative_config", "eagle3", "tts does not know heads that draft in parallel or with M-RoPE; turn tts off"
-        )
+    if head:
+        _trainable(worker.vllm_config)
     capture = Capture(settings["frames"], window=tts.window, width=tts.top_k) if worker.is_driver_worker else None
-    fixed = states.shared(worker.model_runner) if head else ()
+    fixed = states.fixed(worker.model_runner) if head else ()
     serving = Serving(worker, tts, capture, tap.emit if tap is not None else lambda event: None, engine, fixed)
     if head and capture is not None:
         states.install(worker.model_runner, serving)
     return serving
+
+
+def _trainable(config: Any) -> None:
+    """Raises ConfigError for a head whose hidden states could not be told apart or are elsewhere."""
+    for odd, field, value in (
+        (config.speculative_config.parallel_drafting, "speculative_config.parallel_drafting", True),
+        (config.model_config.uses_mrope, "model", "M-RoPE"),
+        (
+            config.parallel_config.pipeline_parallel_size > 1,
+            "pipeline_parallel_size",
+            config.parallel_config.pipeline_parallel_size,
+        ),
+    ):
+        if odd:
+            raise ConfigError(field, value, "tts cannot train an EAGLE-3 head there; turn tts off")
 
 
 def _markers(config: Any) -> ThinkMarkers | None:

@@ -1,4 +1,4 @@
-"""An EAGLE-3 head that learns, in one process: `python -m tests.engine.tts_head OUT.json KIND`; kinds: own, shared."""
+"""An EAGLE-3 head that learns, in one process: `python -m tests.engine.tts_head OUT.json KIND`; kinds: own, shared, deep."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def main(out: Path, kind: str) -> None:
     engine = Engine("eagle3", str(head))
     settings = TtsSettings(window=1024, rate=3e-3, min_tokens=0, auto_off=False, rejected=True)
     fixed = engine.call("ag_tts_fixed")
-    twin = Twin.load(str(head), settings, target=str(target), fixed=fixed)
+    twin = Twin.load(str(head), settings, method="eagle3", target=str(target), fixed=fixed)
     slots = Slots.create(Path("/dev/shm") / f"agentguard-test-{os.getpid()}", twin.payload(), torch.float32)
     result: dict[str, Any] = {"fixed": fixed, "published": sorted(twin.payload())}
     try:
