@@ -10,8 +10,8 @@ DEFAULT_GATEWAY = "http://127.0.0.1:8484"
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """``gateways`` and ``metrics``: URLs; ``interval_s``: between samples; ``record``, ``replay``: files; ``demo``: a scenario of the
-    simulator; ``content``: show live tails of traces. Without any source the default gateway is watched."""
+    """``gateways`` and ``metrics``: URLs; ``interval_s``: between samples; ``record``, ``replay``: files; ``demo``: a scenario of
+    the simulator; ``content``: show live tails of traces. Without any source the default gateway is watched."""
 
     gateways: tuple[str, ...] = ()
     metrics: tuple[str, ...] = ()

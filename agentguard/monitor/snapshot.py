@@ -21,8 +21,8 @@ Phase: TypeAlias = Literal["queued", "thinking", "answering", "idle"]
 """queued: started, no token yet. idle: no step runs (the agent works with tools). None where the gateway does not tell."""
 SessionState: TypeAlias = Literal["running", "idle", "filling", "growing", "looping", "stopped", "failed", "lost"]
 """running, idle: as they should be. filling: the context is at the cutoff's band. growing: traces get longer step by step, or a
-meter is at its soft limit. looping: the latest steps were closed for a loop or brought nothing. stopped: refused at a limit. failed:
-the latest step ended with an error. lost: its source is stale or down."""
+meter is at its soft limit. looping: the latest steps were closed for a loop or brought nothing. stopped: refused at a limit.
+failed: the latest step ended with an error. lost: its source is stale or down."""
 ArmVerdict: TypeAlias = Literal["control", "win", "loss", "undecided"]
 TtsState: TypeAlias = Literal["starting", "live", "paused", "restarting", "rolled_back", "stopped", "skipped", "off"]
 
@@ -76,8 +76,8 @@ class ArmRow:
 class EngineRow:
     """One engine of the fleet. ``key`` never changes and is unique; ``name`` is for people.
 
-    The first block is the gateway's economics of the arm that decides (the one with the worst verdict, most steps first), over the
-    arm's whole life; ``workload`` names its class. All else is over the last ``window_s``.
+    The first block is the gateway's economics of one arm, over the arm's whole life: a losing one, else the relaxed one with most
+    steps; ``workload`` names its class. All else, and ℓ, is over the last ``window_s``.
     """
 
     key: str
@@ -220,8 +220,8 @@ class SessionRow:
 
 @dataclass(frozen=True, slots=True)
 class Bin:
-    """A bin [low, high) of drafted tokens that were decided: ``strict`` accepted and strict would have too, ``relaxed`` accepted only
-    because the rule relaxes, ``cut`` rejected by the support filter, ``rejected`` by the rule's own test."""
+    """A bin [low, high) of drafted tokens that were decided: ``strict`` accepted and strict would have too, ``relaxed`` accepted
+    only because the rule relaxes, ``cut`` rejected by the support filter, ``rejected`` by the rule's own test."""
 
     low: float
     high: float
@@ -233,8 +233,8 @@ class Bin:
 
 @dataclass(frozen=True, slots=True)
 class PositionPoint:
-    """Output tokens [low, high) of a request: ℓ with the learning draft (``live``) and with the one without TTS (``frozen``), each with
-    the rounds it is the mean of."""
+    """Output tokens [low, high) of a request: ℓ with the learning draft (``live``) and with the one without TTS (``frozen``), each
+    with the rounds it is the mean of. Since the monitor began, not over the window."""
 
     low: int
     high: int
