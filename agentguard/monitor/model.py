@@ -151,7 +151,9 @@ class Model:
         if engine is None:
             if len(self.engines) >= ENGINES_KEPT:
                 return next(reversed(self.engines.values()))
-            engine = self.engines[key] = EngineState(key, source.name, label, self.window_s, self.clock())
+            engine = self.engines[key] = EngineState(
+                key, source.name, label, self.window_s, self.clock(), measured_only=source.kind == "metrics"
+            )  # fmt: skip
         return engine
 
     # -- events: engines -----------------------------------------------------------------------------------------------------------
@@ -172,7 +174,7 @@ class Model:
         self.log.say(now, "alarm", "engine_died", f"engine {event.engine} ended: {event.reason}", engine=engine.key)
 
     def _metrics(self, source: _Source, event: EngineMetrics, now: float) -> None:
-        if source.kind == "metrics" and not event.engine:
+        if source.kind == "metrics" and not event.engine and not event.gauges:
             self._server_wide(source, event, now)
             return
         engine = self._engine(source, event.engine)
@@ -207,14 +209,8 @@ class Model:
         engine.alive(now)
         engine.spec.take(event, now)
         if event.lost:
-            self.log.say(
-                now,
-                "warning",
-                "lost",
-                f"{event.lost} telemetry frames of {self._name(engine)} were lost",
-                same="lost",
-                engine=engine.key,
-            )
+            text = f"{event.lost} telemetry frames of {self._name(engine)} were lost"
+            self.log.say(now, "warning", "lost", text, same="lost", engine=engine.key)
 
     def _switched(self, source: _Source, event: RuleSwitched, now: float) -> None:
         engine = self._engine(source)
@@ -270,7 +266,8 @@ class Model:
         self.sessions.closed(source.name, event, now)
         entry = self.sessions.entry(source.name, event.session, now)
         bad = event.reason in _BAD_CLOSES
-        text = f"{entry.id} step {event.step}: trace closed at {event.think_tokens} of {event.cap} tokens ({event.reason}, by {event.how})"
+        where = f"{event.think_tokens} of {event.cap} tokens ({event.reason}, by {event.how})"
+        text = f"{entry.id} step {event.step}: trace closed at {where}"
         self.log.say(
             now, "warning" if bad else "info", "trace_closed", text, same=f"{event.reason} {entry.key if bad else ''}",
             engine=engine.key, session=entry.key, request=event.request,
@@ -316,7 +313,8 @@ class Model:
         sources = tuple(self._source_row(source) for source in self.sources.values())
         sessions = self._session_rows(now)
         return Snapshot(
-            number=self._number, t=now, verdict=verdict(sources, engines, sessions, speculation, now), sources=sources, engines=engines,
+            number=self._number, t=now, verdict=verdict(sources, engines, sessions, speculation, now), sources=sources,
+            engines=engines,
             series=tuple(engine.series(POINT_S) for engine in self.engines.values()), sessions=sessions,
             sessions_hidden=self.sessions.forgotten, speculation=speculation,
             arms=tuple(arm for engine in self.engines.values() for arm in engine.arms), events=self.log.lines(), playback=playback,
@@ -351,9 +349,8 @@ class Model:
             name = self._name(engine)
             if engine.state != "ok":
                 severity: Severity = "alarm" if engine.state == "down" else "warning"
-                self.log.say(
-                    now, severity, "alarm", f"{name} is {engine.state}: {engine.why}", same=engine.state, engine=engine.key
-                )
+                text = f"{name} is {engine.state}: {engine.why}"
+                self.log.say(now, severity, "alarm", text, same=engine.state, engine=engine.key)
             elif before in ("slow", "down"):
                 self.log.say(now, "good", "alarm", f"{name} is ok again", same="ok", engine=engine.key)
 
@@ -366,10 +363,8 @@ class Model:
             lost = self.sources[entry.source].state in ("stale", "down")
             if entry.judge(limit, now) and entry.state in ("looping", "growing"):
                 severity: Severity = "alarm" if entry.state == "looping" else "warning"
-                text = f"{entry.id} is {entry.state}: {entry.why}"
-                self.log.say(
-                    now, severity, "alarm", text, same=f"{entry.key} {entry.state}", engine=entry.source, session=entry.key
-                )
+                text, same = f"{entry.id} is {entry.state}: {entry.why}", f"{entry.key} {entry.state}"
+                self.log.say(now, severity, "alarm", text, same=same, engine=entry.source, session=entry.key)
             rows.append(entry.row(entry.source, limit, band, lost))
         return tuple(rows)
 

@@ -34,7 +34,8 @@ class SessionEntry:
     def __init__(self, key: str, source: str, session: str, t: float) -> None:
         self.key, self.source = key, source
         caller = _CALLER.fullmatch(session)
-        self.caller, self.id = (caller[1], caller[2]) if caller else (None, session)
+        self.caller: str | None = caller[1] if caller else None
+        self.id: str = caller[2] if caller else session
         self.session = session
         self.model: str | None = None
         self.arm = self.workload = ""
@@ -98,9 +99,7 @@ class SessionEntry:
             found = "stopped", f"{alarm.meter} is {alarm.value} of {alarm.limit}"
         elif self.error:
             found = "failed", self.error
-        elif (ended and looped and looped[-1] is ended[-1] and len(looped) >= 2) or (
-            alarm is not None and alarm.meter == "no_progress"
-        ):
+        elif (len(looped) >= 2 and looped[-1] is ended[-1]) or (alarm is not None and alarm.meter == "no_progress"):
             found = "looping", f"{len(looped)} of the latest {len(ended[-3:])} steps looped or brought nothing"
         elif self.growing.on or alarm is not None:
             found = "growing", self._growth(ended)
@@ -269,8 +268,8 @@ class SessionStates:
             entry.arm, entry.workload = step.arm or entry.arm, step.workload or entry.workload
             entry.steps = max(entry.steps, step.step)
             bar = StepBar(
-                step.step, step.request, step.rule, step.prompt_tokens, 0, 0, None if step.bound_by in ("", "off") else step.think_cap,
-                step.budget or None, step.bound_by, "", False,
+                step.step, step.request, step.rule, step.prompt_tokens, 0, 0,
+                None if step.bound_by in ("", "off") else step.think_cap, step.budget or None, step.bound_by, "", False,
             )  # fmt: skip
             self.by_request[step.request] = (entry.key, step.step)
         elif (bar.think_tokens, bar.answer_tokens) == (step.think_tokens, step.answer_tokens) and step.request in entry.phases:

@@ -34,9 +34,10 @@ class RoundsSlot:
         self.strict += sums.strict
         add_lists(self.by_position, sums.by_position)
         add_lists(self.strict_by_position, sums.strict_by_position)
-        for mine, theirs in ((self.probability, sums.probability), (self.rank, sums.rank)):
-            for into, more in zip(mine, theirs, strict=False):
-                add_lists(into, more)
+        for into, more in zip(self.probability, sums.probability, strict=False):
+            add_lists(into, more)
+        for into, more in zip(self.rank, sums.rank, strict=False):
+            add_lists(into, more)
         for fate, n in sums.fates.items():
             self.fates[fate] = self.fates.get(fate, 0) + n
 
@@ -141,5 +142,5 @@ def _shares(counts: list[float], rounds: int) -> tuple[float, ...]:
 def _bins(counts: list[list[float]], edges: list[float]) -> tuple[Bin, ...]:
     if not any(map(any, counts)):
         return ()
-    rows = ((list(map(int, one)) + [0, 0, 0, 0])[:4] for one in counts)
+    rows = ([*map(int, one), 0, 0, 0, 0][:4] for one in counts)
     return tuple(Bin(edges[i], edges[i + 1], *row) for i, row in enumerate(rows))

@@ -41,14 +41,8 @@ def _gone(sources: Sequence[SourceRow], engines: Sequence[EngineRow], now: float
         return None
     stale, since, name, why, key = min(bad)
     more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
-    state = "says nothing" if stale else "is down"
-    return VerdictLine(
-        "warning" if stale else "alarm",
-        f"{name} {state} since {words.age(now - since)}{more}: {why or 'no answer'}",
-        key,
-        "",
-        since,
-    )
+    text = f"{name} {'says nothing' if stale else 'is down'} since {words.age(now - since)}{more}: {why or 'no answer'}"
+    return VerdictLine("warning" if stale else "alarm", text, key, "", since)
 
 
 def _losing(
@@ -86,8 +80,9 @@ def _running_away(sessions: Sequence[SessionRow], names: dict[str, str]) -> Verd
     alike = sum(session.state == worst.state for session in bad) - 1
     also = f" ({alike} more {worst.state})" if alike else ""
     text = f"session {worst.id} on {names.get(worst.engine, worst.engine)} is {_WORDS[worst.state]}{also}: {worst.why}"
-    severity = "alarm" if worst.state in ("looping", "stopped") else "warning"
-    return VerdictLine(severity, text, worst.engine, worst.key, worst.since_t)  # type: ignore[arg-type]
+    return VerdictLine(
+        "alarm" if worst.state in ("looping", "stopped") else "warning", text, worst.engine, worst.key, worst.since_t
+    )
 
 
 _WORDS = {"looping": "looping", "stopped": "stopped", "growing": "running away", "failed": "failing"}
@@ -99,9 +94,8 @@ def _slow(engines: Sequence[EngineRow], now: float) -> VerdictLine | None:
         return None
     one = min(slow, key=lambda engine: engine.since_t)
     more = f" (and {len(slow) - 1} more)" if len(slow) > 1 else ""
-    return VerdictLine(
-        "warning", f"{one.name} is slow since {words.age(now - one.since_t)}{more}: {one.why}", one.key, "", one.since_t
-    )
+    text = f"{one.name} is slow since {words.age(now - one.since_t)}{more}: {one.why}"
+    return VerdictLine("warning", text, one.key, "", one.since_t)
 
 
 def _learning(speculation: Sequence[Speculation], names: dict[str, str]) -> VerdictLine | None:
