@@ -8,7 +8,7 @@ of them. Times are UNIX seconds; every count is in tokens unless its name says o
 from __future__ import annotations
 
 from enum import IntFlag, StrEnum
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
@@ -482,3 +482,8 @@ encode_msgpack = msgspec.msgpack.Encoder().encode
 decode_json = msgspec.json.Decoder(Event).decode
 decode_msgpack = msgspec.msgpack.Decoder(Event).decode
 decode_json_batch = msgspec.json.Decoder(list[Event]).decode
+
+
+def arm_reports(rows: list[dict[str, Any]]) -> list[ArmReport]:
+    """The rows of an economics report (economics.report.report) as structs."""
+    return msgspec.convert(rows, list[ArmReport])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 from agentguard.events import DraftUpdated, RoundSums, TtsChanged
 from agentguard.monitor import words
@@ -34,9 +35,9 @@ class RoundsSlot:
         self.strict += sums.strict
         add_lists(self.by_position, sums.by_position)
         add_lists(self.strict_by_position, sums.strict_by_position)
-        for into, more in zip(self.probability, sums.probability, strict=False):
-            add_lists(into, more)
-        for into, more in zip(self.rank, sums.rank, strict=False):
+        probability: Sequence[Sequence[float]] = sums.probability
+        rank: Sequence[Sequence[float]] = sums.rank
+        for into, more in [*zip(self.probability, probability, strict=False), *zip(self.rank, rank, strict=False)]:
             add_lists(into, more)
         for fate, n in sums.fates.items():
             self.fates[fate] = self.fates.get(fate, 0) + n

@@ -30,7 +30,7 @@ class Growth:
         self.resets = 0
 
     def take(self, values: Mapping[str, float]) -> bool:
-        """Returns whether the server began anew. The first sample is where growth starts; a counter that comes later grew from 0."""
+        """Returns whether the server began anew. Growth starts at the first sample; a counter that comes later grew from 0."""
         last, self._last = self._last, dict(values)
         if last is None:
             self.grown = dict.fromkeys(values, 0.0)
