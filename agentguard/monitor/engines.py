@@ -129,6 +129,8 @@ class EngineState:
     def judge(self, source: State, source_why: str, now: float, stale_s: float) -> bool:
         """Work out the state; returns whether it changed."""
         found, why = self._found(source, source_why, now, stale_s)
+        if found in ("stale", "down"):
+            self._progress = (self._progress[0], now)  # nobody could see a token in that time
         changed = found != self.state
         self.since_t = now if changed else self.since_t
         self.state, self.why = found, why
