@@ -1,4 +1,4 @@
-"""The simulator: each scenario comes to the verdict it stands for, through the same model as live sources; and playing recordings."""
+"""The simulator: each scenario comes to the verdict it stands for, through the model of live sources; and playing recordings."""
 
 from __future__ import annotations
 
@@ -235,7 +235,8 @@ def test_a_recording_of_several_sources_keeps_them_apart(tmp_path: Path) -> None
 
     path = written(
         tmp_path / "r.jsonl", word(0, "http://a"), ready(), started("x"), word(0, "http://b"), ready("other"), started("x"),
-        word(1, "http://a", "ConnectError: refused"), word(40, "http://a"), OperatorActed(t=41, action="tts", target="e", detail="d"),
+        word(1, "http://a", "ConnectError: refused"), word(40, "http://a"),
+        OperatorActed(t=41, action="tts", target="e", detail="d"),
     )  # fmt: skip
     play = Player(RecordingScript(path), lambda now: Model(clock=now), Clock())
     states = []

@@ -74,6 +74,7 @@ class EngineState:
         self.spec = SpeculationState(window_s)
         self.seen_t: float | None = None
         self.died: str = ""
+        self.died_t = float("-inf")
         self.trouble_t: float | None = None
         self.trouble = ""
         self.state: State = "stale"
@@ -95,15 +96,18 @@ class EngineState:
 
     # -- what comes in -------------------------------------------------------------------------------------------------------------
 
-    def alive(self, now: float) -> None:
-        self.seen_t, self.died, self.trouble_t, self.trouble = now, "", None, ""
+    def alive(self, now: float, t: float) -> None:
+        """It does something at its own time ``t``; what it did before it died is no sign of life."""
+        self.seen_t, self.trouble_t, self.trouble = now, None, ""
+        if t >= self.died_t:
+            self.died = ""
 
     def measured(self, event: EngineMetrics, now: float) -> bool:
         """Returns whether the server's counters began anew."""
         if event.error:
             self.trouble, self.trouble_t = event.error, now if self.trouble_t is None else self.trouble_t
             return False
-        self.alive(now)
+        self.alive(now, event.t)
         self.model = self.model or event.model or None
         load = self.loads.get(event.engine)
         if load is None:
