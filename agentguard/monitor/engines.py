@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from agentguard.economics.ratios import Ratio
 from agentguard.events import ArmReport, EconomicsReport, EngineMetrics, RatioReport, StepFinished
 from agentguard.monitor.alarms import KV_USE_SHARE, STALLED_S, WAITING_PER_RUNNING, Alarm
+from agentguard.monitor.observed import Observed
 from agentguard.monitor.snapshot import ArmRow, ArmVerdict, EngineRow, Point, Series, Speculation, State
 from agentguard.monitor.speculation import RoundsSlot, SpeculationState
 from agentguard.monitor.windows import Buckets, Growth, History, Ring, merged, percentile, quantile
@@ -70,7 +71,9 @@ class EngineState:
         self.window_tokens: int | None = None
         self.band = (0.80, 0.85)
         self.loads: dict[str, Load] = {}
-        self.arms: tuple[ArmRow, ...] = ()
+        self.told: tuple[ArmRow, ...] = ()
+        """The gateway's economics."""
+        self.observed = Observed()
         self.spec = SpeculationState(window_s)
         self.seen_t: float | None = None
         self.died: str = ""
@@ -92,7 +95,9 @@ class EngineState:
 
     def held(self) -> int:
         loads = sum(len(load.history) for load in (*self.loads.values(), self.rejections))
-        return len(self._steps) + len(self._ttlt) + len(self._points) + self.spec.held() + loads + len(self.arms)
+        return (
+            len(self._steps) + len(self._ttlt) + len(self._points) + self.spec.held() + loads + len(self.told) + len(self.observed)
+        )
 
     # -- what comes in -------------------------------------------------------------------------------------------------------------
 
@@ -126,7 +131,14 @@ class EngineState:
             self._ttlt.append((now, event.ttlt_s))
 
     def economics(self, report: EconomicsReport) -> None:
-        self.arms = tuple(_arm(row) for row in report.rows)
+        self.told = tuple(_arm(row) for row in report.rows)
+
+    @property
+    def arms(self) -> tuple[ArmRow, ...]:
+        """The gateway's arms; where it has no relaxed one, the rules of the steps that were seen."""
+        if any(arm.arm != STRICT for arm in self.told):
+            return self.told
+        return self.observed.rows(self.model or "") or self.told
 
     # -- how it is -----------------------------------------------------------------------------------------------------------------
 

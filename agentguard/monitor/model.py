@@ -250,6 +250,7 @@ class Model:
         if not event.error:
             engine.alive(now, event.t)
         entry = self.sessions.finished(source.name, event, now)
+        engine.observed.take(event, entry.observed)
         if event.error and event.error != CANCELLED:
             text = f"{entry.id} step {event.step} failed: {event.error}"
             self.log.say(now, "warning", "step_failed", text, same=event.error, engine=engine.key, session=entry.key)

@@ -7,7 +7,7 @@ import re
 from collections import OrderedDict, deque
 from dataclasses import replace
 
-from agentguard.economics.cells import CANCELLED
+from agentguard.economics.cells import CANCELLED, SessionSums
 from agentguard.events import (
     CompactionAdvised,
     Note,
@@ -50,6 +50,8 @@ class SessionEntry:
         self.compact = False
         self.alarm: SessionAlarm | None = None
         self.error = ""
+        self.observed: dict[str, SessionSums] = {}
+        """Its sums by rule, for `observed.Observed`."""
         self.filling, self.growing = Alarm(CONTEXT_SHARE), Alarm(GROWTH_SHARE)
         self.state: SessionState = "idle"
         self.why = ""
