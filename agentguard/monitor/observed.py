@@ -21,6 +21,7 @@ class Observed:
         self._cells: dict[str, Cell] = {}
         self._rounds: dict[str, tuple[int, int]] = {}
         """Rounds and accepted tokens by rule, from the engine's own counters."""
+        self._censored: dict[str, int] = {}
 
     def __len__(self) -> int:
         return len(self._cells)
@@ -35,7 +36,9 @@ class Observed:
             if len(self._cells) >= RULES:
                 return
             cell = self._cells[step.rule] = Cell()
-        cell.add_step(sums.setdefault(step.rule, SessionSums()), measured(step), censored=is_censored(step))
+        # as in a study's table, a closed trace counts with its length; the gateway's economics count with what it would have become
+        cell.add_step(sums.setdefault(step.rule, SessionSums()), measured(step), censored=False)
+        self._censored[step.rule] = self._censored.get(step.rule, 0) + is_censored(step)
         if step.rounds is not None and step.accepted is not None:
             rounds, accepted = self._rounds.get(step.rule, (0, 0))
             self._rounds[step.rule] = rounds + step.rounds, accepted + step.accepted
@@ -54,7 +57,7 @@ class Observed:
         return ArmRow(
             workload=workload, arm=rule, on=True, since_t=None, verdict="control" if rule == STRICT else "undecided",
             reason="" if rule == STRICT else "requests name this rule themselves, so the guard does not judge it",
-            baseline="strict steps seen", sessions=cell.sessions, steps=cell.steps, censored=round(cell.get("censored")),
+            baseline="strict steps seen", sessions=cell.sessions, steps=cell.steps, censored=self._censored.get(rule, 0),
             accepted_length=mine, gain=None if rule == STRICT or mine is None or strict is None else (mine + 1) / (strict + 1),
             length_ratio=shown["tokens"], rounds_ratio=shown["rounds"], ttlt_ratio=shown["ttlt"],
         )  # fmt: skip

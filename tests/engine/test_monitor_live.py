@@ -67,7 +67,6 @@ async def test_what_the_monitor_shows_is_the_demos_table(running: RunningStack) 
     table = {str(RuleSpec.parse(row.rule).as_it_stands()): row for row in summarise(events)}
     arms = {arm.arm: arm for arm in shown.arms}
     assert arms.keys() == table.keys()
-    compared = 0
     for rule, row in table.items():
         arm = arms[rule]
         assert (arm.steps, arm.sessions) == (row.steps, row.sessions)
@@ -78,11 +77,8 @@ async def test_what_the_monitor_shows_is_the_demos_table(running: RunningStack) 
         assert arm.length_ratio is not None
         assert arm.rounds_ratio is not None
         assert arm.length_ratio.low <= arm.length_ratio.value <= arm.length_ratio.high
-        if arms["strict"].censored == arm.censored == 0:  # a closed trace counts with what it would have become
-            compared += 1
-            assert arm.length_ratio.value == pytest.approx(row.inflation.value)
-            assert arm.rounds_ratio.value == pytest.approx(row.rounds_ratio.value)
-    assert compared
+        assert arm.length_ratio.value == pytest.approx(row.inflation.value)
+        assert arm.rounds_ratio.value == pytest.approx(row.rounds_ratio.value)
     (engine,), (speculation,) = shown.engines, shown.speculation
     tokens = sum(step.tokens for step in mine)
     assert engine.think_share == pytest.approx(sum(step.think_tokens for step in mine) / tokens)
