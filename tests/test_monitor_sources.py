@@ -44,10 +44,11 @@ from agentguard.monitor.sources import Backoff, GatewaySource, MetricsSource
 from agentguard.session import Identity
 from agentguard.telemetry.recorder import replay
 from tests.monitor_rig import Clock, Engine, text
-from tests.scripted import STOP, B, Script, text_chunk, thinking
+from tests.scripted import END, STOP, B, Script, chunk, text_chunk, thinking
 from tests.test_economics import RULE
 from tests.test_economics_gateway import ARMS, name_of
 from tests.test_guard import ASK, THINKS_AND_ANSWERS, Rig, rig
+from tests.test_guard import text as joined
 from tests.test_monitor_state import ROUND, frame, verified
 
 
@@ -296,6 +297,29 @@ async def test_a_recording_that_cannot_be_written_is_said(tmp_path: Path) -> Non
     async with rig(Script()) as r, watched(r.url, record=tmp_path / "nowhere" / "r.jsonl") as monitor:
         shown = await until(monitor, lambda s: any(line.kind == "recording" for line in s.events))
         assert "cannot be written" in next(line.text for line in shown.events if line.kind == "recording")
+
+
+async def test_the_words_of_a_trace_are_shown_only_if_both_sides_want_it() -> None:
+    slow = [item for one in thinking(60) for item in (one, 0.02)]
+    end = [chunk([END, B, STOP], content="b", finish="stop")]
+    for gives, wants in ((True, True), (True, False), (False, True)):
+        async with rig(Script(chat=[*slow, *end]), content=gives, operator_key="o") as r:
+            async with watched(r.url, content=wants, operator_key="o") as monitor:
+                await monitor.wait(1)
+                step = asyncio.create_task(r.step())
+                if gives and wants:
+                    shown = await until(monitor, lambda s: any(len(tail) > 10 for tail in s.content.values()))
+                    ((request, tail),) = shown.content.items()
+                    assert request == shown.sessions[0].running_request
+                    assert joined(await step, "reasoning").startswith(tail)
+                else:
+                    await step
+                    shown = monitor.snapshot()
+                    assert shown.content == {}
+                    refused = [line.text for line in shown.events if "gives no content (403)" in line.text]
+                    assert len(refused) == (not gives)
+            async with httpx2.AsyncClient(base_url=r.url) as client:
+                assert (await client.get("/agentguard/tails")).status_code == 401
 
 
 # -- outages -----------------------------------------------------------------------------------------------------------------------

@@ -75,6 +75,8 @@ class Model:
         self.engines: dict[str, EngineState] = {}
         self.sessions = SessionStates(sessions_kept)
         self.log = Log()
+        self.content: dict[str, dict[str, str]] = {}
+        """Latest words of running traces by source and request, where the operator asked for them and the gateway gives them."""
         self.skipped = 0
         """Events of kinds the monitor does not show."""
         self._number = 0
@@ -320,7 +322,8 @@ class Model:
             series=tuple(engine.series(POINT_S) for engine in self.engines.values()), sessions=sessions,
             sessions_hidden=self.sessions.forgotten, speculation=speculation,
             arms=tuple(arm for engine in self.engines.values() for arm in engine.arms), events=self.log.lines(), playback=playback,
-            recording=recording, window_s=self.window_s, samples=min((s.samples for s in self.sources.values()), default=0),
+            recording=recording,
+            content={request: tail for tails in self.content.values() for request, tail in tails.items()}, window_s=self.window_s, samples=min((s.samples for s in self.sources.values()), default=0),
         )  # fmt: skip
 
     def _judge_source(self, source: _Source, now: float) -> None:
