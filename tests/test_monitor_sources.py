@@ -19,9 +19,10 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from agentguard.errors import ActionRefusedError, EngineError
+from agentguard.errors import ActionRefusedError, EngineDiedError, EngineError
 from agentguard.events import (
     EconomicsReport,
+    EngineMetrics,
     EngineReady,
     FromSource,
     OperatorActed,
@@ -126,6 +127,41 @@ async def test_rounds_come_as_sums() -> None:
         events = (await anext(stream)).events + (await anext(stream)).events
         (sums,) = [event for event in events if isinstance(event, RoundSums)]
         assert (sums.rounds, sums.accepted, sums.frames, sums.requests[0].rounds) == (100, 200, 100, 100)
+
+
+async def test_an_engine_whose_metrics_take_long_delays_no_frame(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with rig(Script()) as r:
+        asked, answer = asyncio.Event(), asyncio.Event()
+
+        async def late() -> str:
+            asked.set()
+            await answer.wait()
+            return text({"0": Engine(running=7)})
+
+        monkeypatch.setattr(r.guard.engine, "metrics", late)
+        async with frames(r) as stream:
+            got = [await anext(stream) for _ in range(3)]
+            assert asked.is_set()
+            assert not any(isinstance(event, EngineMetrics) for one in got for event in one.events)
+            answer.set()
+            measured: list[Any] = []
+            while len(measured) < 2:
+                measured += [event for event in (await anext(stream)).events if isinstance(event, EngineMetrics)]
+            assert measured[0].gauges["running"] == 7
+            assert measured[0].t < measured[1].t, "one scrape is told once"
+
+
+async def test_an_engine_whose_metrics_fail_is_told_as_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with rig(Script()) as r:
+
+        async def gone() -> str:
+            raise EngineDiedError("engine-0 is gone")
+
+        monkeypatch.setattr(r.guard.engine, "metrics", gone)
+        async with watched(r.url) as monitor:
+            shown = await until(monitor, lambda s: bool(s.engines) and s.engines[0].state == "stale")
+            assert shown.engines[0].why == "engine-0 is gone"
+            assert shown.sources[0].state == "ok"
 
 
 @pytest.mark.parametrize("interval", ["0.1", "11", "nan", "soon", ""])
@@ -291,6 +327,26 @@ async def test_what_is_watched_can_be_recorded_and_played_again(tmp_path: Path) 
         (row.key, row.steps, row.think_share) for row in shown.engines
     ]
     assert played.arms == shown.arms
+
+
+async def test_a_plain_server_is_recorded_and_played_again(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    engines = {"0": Engine(running=3, kv=0.12), "1": Engine(running=12, kv=0.72)}
+    async with (
+        plain_server(engines) as url,
+        open_monitor(Options(metrics=(url,), interval_s=0.25, record=path)) as monitor,
+    ):
+        await monitor.wait(3)
+        await monitor.stop_recording()
+        shown = monitor.snapshot()
+    async with open_monitor(Options(replay=path)) as again:
+        await asyncio.to_thread(again.seek, 1e12)
+        played = again.snapshot()
+    same = ("key", "name", "running", "kv_use", "window_s", "tokens_out_per_s", "state")
+    assert [[getattr(row, name) for name in same] for row in played.engines] == [
+        [getattr(row, name) for name in same] for row in shown.engines
+    ]
+    assert [row.running for row in played.engines] == [3, 12]
 
 
 async def test_a_recording_that_cannot_be_written_is_said(tmp_path: Path) -> None:

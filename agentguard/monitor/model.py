@@ -323,7 +323,8 @@ class Model:
             sessions_hidden=self.sessions.forgotten, speculation=speculation,
             arms=tuple(arm for engine in self.engines.values() for arm in engine.arms), events=self.log.lines(), playback=playback,
             recording=recording,
-            content={request: tail for tails in self.content.values() for request, tail in tails.items()}, window_s=self.window_s, samples=min((s.samples for s in self.sources.values()), default=0),
+            content={request: tail for tails in self.content.values() for request, tail in tails.items()},
+            window_s=self.window_s, samples=min((s.samples for s in self.sources.values()), default=0),
         )  # fmt: skip
 
     def _judge_source(self, source: _Source, now: float) -> None:
