@@ -40,7 +40,6 @@ from agentguard.monitor.verdict import verdict
 from agentguard.telemetry.rounds import RoundCollector
 
 SESSIONS_KEPT = 1000
-ENGINES_KEPT = 64
 POINT_S = 1.0
 _BAD_CLOSES = ("loop", "deadline", "session")
 
@@ -115,6 +114,7 @@ class Model:
             "engines": sum(engine.held() for engine in self.engines.values()),
             "sessions": self.sessions.held(),
             "log": len(self.log),
+            "rounds": sum(source.collector.held() for source in self.sources.values()),
         }
 
     # -- sources -------------------------------------------------------------------------------------------------------------------
@@ -151,8 +151,6 @@ class Model:
         key = f"{source.name}#{label}" if label else source.name
         engine = self.engines.get(key)
         if engine is None:
-            if len(self.engines) >= ENGINES_KEPT:
-                return next(reversed(self.engines.values()))
             engine = self.engines[key] = EngineState(
                 key, source.name, label, self.window_s, self.clock(), measured_only=source.kind == "metrics"
             )  # fmt: skip
@@ -163,7 +161,7 @@ class Model:
     def _ready(self, source: _Source, event: EngineReady, now: float) -> None:
         engine = self._engine(source)
         fresh = engine.model != event.model or bool(engine.died)
-        engine.model, engine.window_tokens = event.model, event.max_model_len
+        engine.model, engine.window_tokens, engine.has_steps = event.model, event.max_model_len, True
         engine.band = (event.f_min, event.f_max)
         engine.alive(now, event.t)
         if fresh:
