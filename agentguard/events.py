@@ -8,7 +8,7 @@ of them. Times are UNIX seconds; every count is in tokens unless its name says o
 from __future__ import annotations
 
 from enum import IntFlag, StrEnum
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
@@ -101,10 +101,14 @@ class VerificationStep(msgspec.Struct, frozen=True, kw_only=True, tag="verificat
 
 
 class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag="engine_ready"):
+    """``f_min`` and ``f_max``: the cutoff's band, as shares of the window and of a budget."""
+
     t: float
     engine: str
     model: str
     max_model_len: int
+    f_min: float = 0.80
+    f_max: float = 0.85
 
 
 class EngineDied(msgspec.Struct, frozen=True, kw_only=True, tag="engine_died"):
@@ -301,6 +305,156 @@ class Graded(msgspec.Struct, frozen=True, kw_only=True, tag="graded"):
     right: bool | None
 
 
+class RequestRounds(msgspec.Struct, frozen=True, kw_only=True):
+    """One request's part of `RoundSums`."""
+
+    request: str
+    rounds: int
+    drafted: int
+    accepted: int
+
+
+class RoundSums(msgspec.Struct, frozen=True, kw_only=True, tag="round_sums"):
+    """An engine's verification over the ``span_s`` seconds before ``t``, summed: `VerificationStep`s without their rows.
+
+    by_position: rounds that accepted draft position i; strict_by_position: how many strict would be expected to have accepted, of
+    the same drafts. probability, rank: a list for each bin of `telemetry.rounds`, of decided tokens: accepted by strict too,
+    accepted only because the rule relaxes, cut by the support filter, rejected. live, frozen: [rounds, accepted] for each bin of
+    output positions, of requests that ran while the draft learned, and of the others.
+    """
+
+    t: float
+    engine: str
+    span_s: float
+    frames: int
+    lost: int
+    rounds: int
+    drafted: int
+    accepted: int
+    strict: float
+    rule: str = ""
+    by_position: list[int] = msgspec.field(default_factory=list)
+    strict_by_position: list[float] = msgspec.field(default_factory=list)
+    probability: list[list[int]] = msgspec.field(default_factory=list)
+    rank: list[list[int]] = msgspec.field(default_factory=list)
+    fates: dict[str, int] = msgspec.field(default_factory=dict)
+    live: dict[str, list[int]] = msgspec.field(default_factory=dict)
+    frozen: dict[str, list[int]] = msgspec.field(default_factory=dict)
+    requests: list[RequestRounds] = msgspec.field(default_factory=list)
+
+
+class EngineMetrics(msgspec.Struct, frozen=True, kw_only=True, tag="engine_metrics"):
+    """What a vLLM server's /metrics said of one engine (its label; "" for what the server counts for all of them).
+
+    Counters are as they stand there, since the server's start; buckets are cumulative, (upper bound, count), None for no bound. The
+    names are those of `telemetry.exposition`. What the server does not export is missing. ``error``: it could not be read.
+    """
+
+    t: float
+    engine: str
+    model: str = ""
+    gauges: dict[str, float] = msgspec.field(default_factory=dict)
+    counters: dict[str, float] = msgspec.field(default_factory=dict)
+    buckets: dict[str, list[tuple[float | None, float]]] = msgspec.field(default_factory=dict)
+    error: str = ""
+
+
+class RatioReport(msgspec.Struct, frozen=True, kw_only=True):
+    """A ratio with its interval; None: no upper end."""
+
+    value: float
+    low: float
+    high: float | None
+    n: int
+
+
+class ArmReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One arm in one class, as `GET /guard/v1/economics` shows it (economics.ledger.Row)."""
+
+    workload: str
+    arm: str
+    on: bool
+    since: float
+    verdict: str
+    reason: str
+    baseline: str
+    sessions: int
+    steps: int
+    censored: int
+    ratios: dict[str, RatioReport | None]
+    accepted_length: float | None = None
+    strict_accepted_length: float | None = None
+    gain: float | None = None
+    pinned: str = ""
+
+
+class EconomicsReport(msgspec.Struct, frozen=True, kw_only=True, tag="economics_report"):
+    """The whole economics of a gateway at one moment."""
+
+    t: float
+    rows: list[ArmReport]
+
+
+class RunningStep(msgspec.Struct, frozen=True, kw_only=True):
+    """A step that runs. ``inside``: within a trace; ``started``: UNIX seconds."""
+
+    session: str
+    step: int
+    request: str
+    think_tokens: int
+    answer_tokens: int
+    inside: bool
+    rule: str = ""
+    prompt_tokens: int = 0
+    budget: int = 0
+    think_cap: int = 0
+    bound_by: str = ""
+    arm: str = ""
+    workload: str = ""
+    started: float = 0.0
+
+
+class StepsRunning(msgspec.Struct, frozen=True, kw_only=True, tag="steps_running"):
+    """All steps that run at this moment; one that is not named has ended."""
+
+    t: float
+    steps: list[RunningStep]
+
+
+class SessionSeen(msgspec.Struct, frozen=True, kw_only=True, tag="session_seen"):
+    """A session as it stands, for a reader that came late: sums of its whole life and its latest steps."""
+
+    t: float
+    session: str
+    steps: int
+    tokens: int
+    think_tokens: int
+    closes: int
+    latest: list[StepFinished]
+
+
+OperatorAction: TypeAlias = Literal["close", "limit", "pin", "tts"]
+
+
+class OperatorActed(msgspec.Struct, frozen=True, kw_only=True, tag="operator_acted"):
+    """An operator did something over HTTP. ``target``: the request, session, arm or engine; ``detail``: what, in a few words."""
+
+    t: float
+    action: OperatorAction
+    target: str
+    detail: str
+
+
+class FromSource(msgspec.Struct, frozen=True, kw_only=True, tag="from_source"):
+    """In a recording of a monitor: what follows came from this source, which is in this state now (monitor.snapshot.SourceRow)."""
+
+    t: float
+    source: str
+    kind: str
+    state: str
+    error: str = ""
+
+
 Event: TypeAlias = (
     VerificationStep
     | EngineReady
@@ -315,9 +469,32 @@ Event: TypeAlias = (
     | TtsChanged
     | StudyStarted
     | Graded
+    | RoundSums
+    | EngineMetrics
+    | EconomicsReport
+    | StepsRunning
+    | SessionSeen
+    | OperatorActed
+    | FromSource
 )
+
+
+class WatchFrame(msgspec.Struct, frozen=True, kw_only=True):
+    """What a gateway tells a monitor of one interval (gateway.watch). ``dropped``: events that did not fit."""
+
+    t: float
+    interval_s: float
+    events: list[Event]
+    dropped: int = 0
+
 
 encode_json = msgspec.json.Encoder().encode
 encode_msgpack = msgspec.msgpack.Encoder().encode
 decode_json = msgspec.json.Decoder(Event).decode
 decode_msgpack = msgspec.msgpack.Decoder(Event).decode
+decode_frame = msgspec.json.Decoder(WatchFrame).decode
+
+
+def arm_reports(rows: list[dict[str, Any]]) -> list[ArmReport]:
+    """The rows of an economics report (economics.report.report) as structs."""
+    return msgspec.convert(rows, list[ArmReport])

@@ -19,6 +19,7 @@ from agentguard.economics.cells import CANCELLED, QUANTITIES, Cell, Mean, Sessio
 from agentguard.economics.classes import model_of
 from agentguard.economics.netwin import MIN_SESSIONS, Control, Switch, Verdict, combined, difference, judge
 from agentguard.economics.ratios import Ratio
+from agentguard.errors import ConfigError, nearest
 from agentguard.events import RuleSwitched, StepFinished, VerificationStep
 from agentguard.policy import Policy
 from agentguard.rulespec import RuleSpec
@@ -70,6 +71,8 @@ class Row:
     strict_accepted_length: float | None
     gain: float | None
     by_position: list[float] = field(default_factory=list)
+    pinned: str = ""
+    """The rule an operator holds the arm at: the arm itself, or strict; "" lets the guard decide."""
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -110,9 +113,11 @@ class Ledger:
         self._min_sessions = min_sessions
         self._baseline = dict(baseline) if baseline is not None else None
         self._source = baseline_source
-        self._on_event = on_event
+        self.on_event = on_event
         self._clock = clock
         self._running: OrderedDict[str, tuple[str, str]] = OrderedDict()
+        self.pins: dict[tuple[str, str], str] = {}
+        """What an operator holds arms at, by class ("" for all) and arm. Not kept in the store: a restart forgets it."""
 
     # -- a request -----------------------------------------------------------------------------------------------------------------
 
@@ -130,6 +135,9 @@ class Ledger:
     def _rule(self, arm: str, identity: str, workload: str) -> tuple[str, str]:
         if arm == STRICT:
             return (STRICT, "control") if self.arms.rules else (self._default, "no relaxed arm")
+        pinned = self.pinned(workload, arm)
+        if pinned:
+            return pinned, "pinned by an operator"
         if not self._guard:
             return arm, "assigned"
         switch = self.switches.get((workload, arm))
@@ -138,6 +146,26 @@ class Ledger:
         if self.arms.explores(identity, self._exploration):
             return arm, "exploration"
         return STRICT, f"switched to strict: {switch.verdict.reason}"
+
+    def pin(self, workload: str, arm: str, rule: str | None) -> None:
+        """Hold a relaxed arm at a rule, itself or strict, for new requests of a class ("" for all classes); None lets the guard
+        decide again. A pinned arm is measured, but not switched. Raises ConfigError."""
+        if arm not in self.arms.rules:
+            raise ConfigError("arm", arm, nearest(arm, self.arms.rules) if self.arms.rules else "this gateway has no relaxed arm")
+        if workload and workload not in self._workloads():
+            raise ConfigError("workload", workload, nearest(workload, self._workloads()))
+        if rule is None:
+            # letting go of all classes lets go of each
+            for key in [key for key in self.pins if key[1] == arm and workload in ("", key[0])]:
+                del self.pins[key]
+        elif rule in (arm, STRICT):
+            self.pins[workload, arm] = rule
+        else:
+            raise ConfigError("rule", rule, f"an arm is held at itself ({arm!r}) or at 'strict'; null lets the guard decide")
+
+    def pinned(self, workload: str, arm: str) -> str:
+        """The rule an operator holds the arm at, "" for none; the class's own pin goes before that of all classes."""
+        return self.pins.get((workload, arm)) or self.pins.get(("", arm), "")
 
     def started(self, request: str, assignment: Assignment) -> None:
         """The request's telemetry will be counted to its arm."""
@@ -198,12 +226,12 @@ class Ledger:
             switch = self.switches.setdefault(key, Switch())
             own, control = self.cells.get(key, Cell()), self._control(assignment.workload)
             verdict, evidence = self._verdict(assignment.workload, arm, switch, own, control)
-            if not self._guard or verdict.word != ("loss" if switch.on else "win"):
+            if not self._guard or self.pinned(*key) or verdict.word != ("loss" if switch.on else "win"):
                 switch.judged(verdict)
                 continue
             switch.move(verdict, own, control, self._clock())
             self.moved.add(key)
-            self._on_event(self._switched(key, switch, evidence, own, control))
+            self.on_event(self._switched(key, switch, evidence, own, control))
 
     def _control(self, workload: str) -> Control:
         return self._baseline if self._baseline is not None else self.cells.get((workload, STRICT), Cell())
@@ -303,6 +331,7 @@ class Ledger:
             strict_accepted_length=cell.strict_accepted_length,
             gain=None if is_control else self._gain(cell, control),
             by_position=cell.by_position,
+            pinned="" if is_control else self.pinned(workload, arm),
         )
 
 

@@ -1,0 +1,154 @@
+"""Sums of verification rounds: what a monitor needs of `VerificationStep`s, without sending it every row.
+
+500 requests at 5 rounds a second with 6 drafted tokens are 15,000 rows a second; their sums are one event an interval.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections import OrderedDict
+
+from agentguard.economics.cells import POSITIONS
+from agentguard.events import (
+    DraftUpdated,
+    Event,
+    Fate,
+    RequestRounds,
+    RoundSums,
+    RowFlag,
+    StepStarted,
+    TtsChanged,
+    VerificationStep,
+    Verified,
+)
+
+PROBABILITY_BINS = 20
+"""Bins of the target's probability, of equal width from 0 to 1."""
+RANK_EDGES = (0, 1, 2, 3, 4, 5, 10, 20, 50, 100, 1000)
+"""Lower edges of the bins of the rank; the last one is open."""
+OUTPUT_BIN = 64
+"""Output tokens a bin of the curve over output positions."""
+OUTPUT_BINS = 64
+"""Bins told apart; what is beyond them counts to the last."""
+REQUESTS = 4096
+"""Requests whose output position is known; the one that began first is forgotten first."""
+_STRICT, _RELAXED, _CUT, _REJECTED = range(4)
+_COLUMN = {Fate.STRICT: _STRICT, Fate.RELAXED: _RELAXED, Fate.LOW_SUPPORT: _CUT, Fate.COIN: _REJECTED}
+
+
+class RoundCollector:
+    """Collects the rounds of a hub's engines between two takes. Bounded: sums, and one small row a request that ran."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, _Sums] = {}
+        self._output: OrderedDict[str, tuple[int, bool]] = OrderedDict()
+        self._learning = False
+
+    def held(self) -> int:
+        """Objects kept."""
+        return len(self._output) + sum(len(sums.requests) for sums in self._sums.values())
+
+    def see(self, event: Event) -> None:
+        """Take what else the sums depend on: where a request's output begins, and whether the draft learns."""
+        if isinstance(event, StepStarted):
+            self._output[event.request] = (0, self._learning)
+            while len(self._output) > REQUESTS:
+                self._output.popitem(last=False)
+        elif isinstance(event, DraftUpdated):
+            self._learning = True
+        elif isinstance(event, TtsChanged):
+            self._learning = event.state in ("live", "skipped", "stopped")
+
+    def add(self, frame: VerificationStep) -> None:
+        sums = self._sums.get(frame.engine)
+        if sums is None:
+            sums = self._sums[frame.engine] = _Sums()
+        sums.frames += 1
+        sums.lost += frame.lost
+        for verified in frame.requests:
+            sums.add(verified)
+            self._place(sums, verified)
+
+    def _place(self, sums: _Sums, verified: Verified) -> None:
+        known = self._output.get(verified.request)
+        if known is None:
+            return
+        at, learning = known
+        self._output[verified.request] = (at + verified.accepted + 1, learning)
+        curve = sums.live if learning else sums.frozen
+        place = curve.setdefault(min(at // OUTPUT_BIN, OUTPUT_BINS - 1), [0, 0])
+        place[0] += 1
+        place[1] += verified.accepted
+
+    def take(self, t: float, span_s: float) -> list[RoundSums]:
+        """The sums since the last take, one event an engine that verified something."""
+        taken, self._sums = self._sums, {}
+        return [sums.event(engine, t, span_s) for engine, sums in taken.items()]
+
+
+class _Sums:
+    __slots__ = (
+        "accepted", "by_position", "drafted", "fates", "frames", "frozen", "live", "lost", "probability", "rank", "requests",
+        "rounds", "rule", "strict", "strict_by_position",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self.frames = self.lost = self.rounds = self.drafted = self.accepted = 0
+        self.strict = 0.0
+        self.rule = ""
+        self.by_position = [0] * POSITIONS
+        self.strict_by_position = [0.0] * POSITIONS
+        self.probability = [[0, 0, 0, 0] for _ in range(PROBABILITY_BINS)]
+        self.rank = [[0, 0, 0, 0] for _ in RANK_EDGES]
+        self.fates: dict[str, int] = {}
+        self.live: dict[int, list[int]] = {}
+        self.frozen: dict[int, list[int]] = {}
+        self.requests: dict[str, list[int]] = {}
+
+    def add(self, verified: Verified) -> None:
+        if not verified.drafted:
+            return
+        self.rounds += 1
+        self.drafted += verified.drafted
+        self.accepted += verified.accepted
+        self.rule = verified.rule_effective if verified.rule_effective != "strict" or not self.rule else self.rule
+        own = self.requests.setdefault(verified.request, [0, 0, 0])
+        own[0] += 1
+        own[1] += verified.drafted
+        own[2] += verified.accepted
+        for position in range(min(verified.accepted, POSITIONS)):
+            self.by_position[position] += 1
+        through, rows = 1.0, verified.rows
+        for position, probability in enumerate(rows.strict[:POSITIONS]):
+            if not math.isfinite(probability):
+                break
+            through *= probability
+            self.strict_by_position[position] += through
+            self.strict += through
+        fates = rows.fate or [_fate(flags, position < verified.accepted) for position, flags in enumerate(rows.flags)]
+        for position, fate in enumerate(fates):
+            self.fates[fate] = self.fates.get(fate, 0) + 1
+            column = _COLUMN.get(fate)
+            if column is not None:
+                p, rank = rows.p[position], rows.rank[position]
+                self.probability[min(PROBABILITY_BINS - 1, max(0, int(p * PROBABILITY_BINS)))][column] += 1
+                self.rank[max(0, bisect_right(RANK_EDGES, rank) - 1)][column] += 1
+
+    def event(self, engine: str, t: float, span_s: float) -> RoundSums:
+        deepest = max((i + 1 for i in range(POSITIONS) if self.by_position[i] or self.strict_by_position[i] > 0), default=0)
+        return RoundSums(
+            t=t, engine=engine, span_s=span_s, frames=self.frames, lost=self.lost, rounds=self.rounds, drafted=self.drafted,
+            accepted=self.accepted, strict=self.strict, rule=self.rule, by_position=self.by_position[:deepest],
+            strict_by_position=self.strict_by_position[:deepest], probability=self.probability, rank=self.rank, fates=self.fates,
+            live={str(place): sums for place, sums in self.live.items()},
+            frozen={str(place): sums for place, sums in self.frozen.items()},
+            requests=[RequestRounds(request=r, rounds=n, drafted=d, accepted=a) for r, (n, d, a) in self.requests.items()],
+        )  # fmt: skip
+
+
+def _fate(flags: int, accepted: bool) -> Fate:
+    """What became of a row of a recording that does not say it; a relaxed row's acceptance counts as relaxed."""
+    if accepted:
+        return Fate.RELAXED if flags & RowFlag.RELAXED else Fate.STRICT
+    return Fate.LOW_SUPPORT if flags & RowFlag.LOW_SUPPORT else Fate.UNREAD
