@@ -36,10 +36,11 @@ from agentguard.events import (
     TraceClosed,
     VerificationStep,
 )
+from agentguard.identity import Identity
 from agentguard.policy import Policy
 from agentguard.requests import ChatRequest
 from agentguard.rulespec import RuleSpec
-from agentguard.session import Identity, Session, Sessions
+from agentguard.session import Session, Sessions
 from agentguard.step import Closed, Step
 from agentguard.telemetry.hub import Hub
 from agentguard.trace.controller import Controller

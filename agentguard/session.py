@@ -9,20 +9,9 @@ from dataclasses import dataclass, field
 
 from agentguard.economics.cells import SessionSums
 from agentguard.events import Meter, Note, StepFinished
+from agentguard.identity import Identity
 from agentguard.policy import SessionLimits
 from agentguard.trace.cutoff import CloseReason, percentile
-
-
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """Who runs the session: ids come from clients, so a caller is always part of the key."""
-
-    caller: str
-    session: str
-
-    def __str__(self) -> str:
-        return f"{self.caller}/{self.session}" if self.caller else self.session
-
 
 _CUT_BY_US = (CloseReason.BUDGET, CloseReason.RESERVE, CloseReason.LOOP)
 

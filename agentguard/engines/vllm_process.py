@@ -171,7 +171,7 @@ async def vllm_process(policy: Policy, *, port: int | None = None) -> AsyncItera
             process = await asyncio.create_subprocess_exec(
                 *arguments,
                 stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=asyncio.subprocess.STDOUT,
-                env=environment(policy, api_key), start_new_session=True, preexec_fn=_die_with_parent,
+                env=environment(policy, api_key), start_new_session=True, preexec_fn=die_with_parent,
             )  # fmt: skip
         engine = VllmProcess(f"http://127.0.0.1:{port}", api_key, telemetry, log, process)
         try:
@@ -258,7 +258,7 @@ def _signal_group(pid: int, number: int) -> bool:
     return True
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 

@@ -21,7 +21,7 @@ from agentguard.economics.report import report
 from agentguard.engines.base import Chunk, Stream
 from agentguard.errors import AgentGuardError, ConfigError, EngineDiedError, EngineError, EngineRequestError, SessionLimitError
 from agentguard.events import encode_json
-from agentguard.gateway.identity import identify
+from agentguard.identity import Guesses, identify
 from agentguard.middleware import Guard, Reply
 from agentguard.requests import ChatRequest
 from agentguard.telemetry import prometheus
@@ -36,12 +36,15 @@ def create_app(guard: Guard, *, api_key: str | None = None, operator_key: str | 
     """The gateway's app. With ``api_key`` every route but /health needs it as a bearer token; with ``operator_key`` the routes that
     act on other people's sessions need that one instead, which agents do not have."""
 
+    guesses = Guesses(guard.policy.max_sessions)
+
     async def chat(request: Request) -> Response:
         body = await _body(request)
         asked = ChatRequest.read(body)
         side = request.headers.get(SIDE_HEADER, "") not in ("", "0", "false")
         told = Reply()
-        chunks = guard.stream(body, identify(request.headers, body), side=side, reply=told)
+        identity = guesses.place(identify(request.headers, body), body)
+        chunks = guard.stream(body, identity, side=side, reply=told)
         if asked.stream:
             # the first chunk is awaited here, so that a refused request gets an HTTP status instead of a broken stream
             first = await _unless_gone(request, chunks, anext(chunks, None))
