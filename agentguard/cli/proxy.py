@@ -115,7 +115,7 @@ async def _named(backend: Any, model: str | None) -> tuple[str, str]:
     if backend.policy is not None:
         return Path(backend.policy.model).name, url
     try:
-        return await model_of(url, backend.gateway_key), url
+        return (await model_of(url, backend.gateway_key))[0], url
     except ConfigError as error:
         click.echo(f"agentguard: {error.remedy.partition(';')[0]}: put the model's name in place of MODEL", err=True)
         return model or "MODEL", url

@@ -145,7 +145,8 @@ class OpenAIEngine:
         try:
             async with self._client.stream("POST", path, json=request, headers=headers) as response:
                 if response.status_code != 200:
-                    raise _refusal(response.status_code, (await response.aread()).decode(errors="replace"))
+                    text = (await response.aread()).decode(errors="replace")
+                    raise _refusal(response.status_code, text, response.headers.get("retry-after"))
                 ended = False
                 async for event in httpx2.EventSource(response, MAX_EVENT_BYTES):
                     if event.data == "[DONE]":
@@ -200,7 +201,7 @@ def _chunk(data: str) -> Chunk:
     return chunk
 
 
-def _refusal(status: int, text: str) -> EngineRequestError:
+def _refusal(status: int, text: str, retry_after: str | None = None) -> EngineRequestError:
     """The upstream's own message, with its status."""
     try:
         message = json.loads(text)
@@ -208,4 +209,4 @@ def _refusal(status: int, text: str) -> EngineRequestError:
         message = message.get("message", text) if isinstance(message, dict) else str(message)
     except (json.JSONDecodeError, AttributeError):
         message = text[:500]
-    return EngineRequestError(status, message)
+    return EngineRequestError(status, message, retry_after)

@@ -19,7 +19,15 @@ from starlette.routing import Route
 from agentguard.economics.classes import SIDE_HEADER
 from agentguard.economics.report import report
 from agentguard.engines.base import Chunk, Stream
-from agentguard.errors import AgentGuardError, ConfigError, EngineDiedError, EngineError, EngineRequestError, SessionLimitError
+from agentguard.errors import (
+    AgentGuardError,
+    ConfigError,
+    ContextLengthError,
+    EngineDiedError,
+    EngineError,
+    EngineRequestError,
+    SessionLimitError,
+)
 from agentguard.events import encode_json
 from agentguard.identity import Guesses, identify
 from agentguard.middleware import Guard, Reply
@@ -29,6 +37,10 @@ from agentguard.telemetry import prometheus
 logger = structlog.get_logger(__name__)
 MAX_BODY_BYTES = 16 << 20
 OPERATOR_ROUTES = ("/agentguard/sessions/limit", "/agentguard/close", "/agentguard/tts")
+PAUSED_S = 60
+"""Seconds a client of a stopped session should wait; it goes on once an operator has raised the limit."""
+RESTART_S = 30
+"""Seconds an engine takes to come back, or so."""
 T = TypeVar("T")
 
 
@@ -175,6 +187,9 @@ def _headers(told: Reply) -> dict[str, str]:
     """What a client may act on. Of a stream the headers leave before its end, so closes and notes stand in the last event's
     comment instead."""
     headers = {"x-agentguard-request": told.request, "x-agentguard-context-fill": f"{told.fill:.3f}"}
+    headers["x-agentguard-context-window"] = str(told.window)
+    if told.warnings:
+        headers["x-agentguard-warning"] = "; ".join(told.warnings)
     if told.compact:
         headers["x-agentguard-advice"] = "compact"
     if told.closed:
@@ -351,4 +366,18 @@ async def _on_client_gone(_: Request, __: Exception) -> Response:
 
 async def _on_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, AgentGuardError)
-    return JSONResponse(_error_body(error), _status(error))
+    return JSONResponse(_error_body(error), _status(error), headers=_retry(error))
+
+
+def _retry(error: AgentGuardError) -> dict[str, str]:
+    """When to come again. A stopped session waits for a person and a prompt that is too long never fits, so the SDKs are told not
+    to try again by themselves."""
+    if isinstance(error, SessionLimitError):
+        return {"retry-after": str(PAUSED_S), "x-should-retry": "false"}
+    if isinstance(error, ContextLengthError):
+        return {"x-should-retry": "false"}
+    if isinstance(error, EngineDiedError):
+        return {"retry-after": str(RESTART_S)}
+    if isinstance(error, EngineRequestError) and error.retry_after:
+        return {"retry-after": error.retry_after}
+    return {}

@@ -41,6 +41,7 @@ class Gateway:
 
     url: str
     model: str
+    window: int
     note: str
     ends: Any = None
 
@@ -52,19 +53,20 @@ async def gateway_for(backend: Backend) -> AsyncIterator[Gateway]:
     if backend.upstream is not None:
         served = serve_upstream(backend.policy, backend.upstream, key=backend.upstream_key, **keys)
         async with served as (guard, url):
-            yield Gateway(url, guard.info.model, f"guards {guard.info.model} at {backend.upstream}")
+            yield Gateway(url, guard.info.model, guard.info.max_model_len, f"guards {guard.info.model} at {backend.upstream}")
     elif backend.policy is not None:
         async with serve_stack(backend.policy, **keys) as stack:
-            model = stack.guard.info.model
-            yield Gateway(stack.url, model, f"guards {model}, engine log: {stack.engine.log}", stack.until_engine_ends)
+            info = stack.guard.info
+            note = f"guards {info.model}, engine log: {stack.engine.log}"
+            yield Gateway(stack.url, info.model, info.max_model_len, note, stack.until_engine_ends)
     else:
         url = (backend.gateway or GATEWAY).rstrip("/").removesuffix("/v1")
-        model = await model_of(url, backend.gateway_key, asked=backend.gateway is not None)
-        yield Gateway(url, model, f"the gateway at {url} guards {model}")
+        model, window = await model_of(url, backend.gateway_key)
+        yield Gateway(url, model, window, f"runs already, guards {model}")
 
 
-async def model_of(url: str, key: str | None, *, asked: bool = True) -> str:
-    """The model behind a gateway. Raises ConfigError when nothing answers, and for a key it does not take."""
+async def model_of(url: str, key: str | None) -> tuple[str, int]:
+    """The model behind a gateway and its window (0: not told). Raises ConfigError when nobody answers, and for a wrong key."""
     async with http_client(url, timeout=10, headers={"Authorization": f"Bearer {key}"} if key else None) as client:
         try:
             reply = await client.get("/v1/models")
@@ -74,9 +76,26 @@ async def model_of(url: str, key: str | None, *, asked: bool = True) -> str:
     if reply.status_code == 401:
         raise ConfigError("gateway", url, "wants another key; set AGENTGUARD_API_KEY")
     try:
-        return str(reply.json()["data"][0]["id"])
+        first = reply.json()["data"][0]
+        return str(first["id"]), int(first.get("max_model_len") or 0)
     except (ValueError, LookupError, TypeError):
         raise EngineError(f"{url}/v1/models did not answer as a gateway does (status {reply.status_code})") from None
+
+
+async def proxy_at(url: str, key: str) -> str | None:
+    """``url`` if a proxy that takes our key answers there. Raises ConfigError for one that does not."""
+    async with http_client(url, timeout=10, headers={"Authorization": f"Bearer {key}"}) as client:
+        try:
+            reply = await client.get("/v1/models")
+        except httpx2.TransportError:
+            return None
+    if reply.status_code != 200:
+        raise ConfigError(
+            "port",
+            url,
+            f"something answers there with {reply.status_code}, not our proxy; set AGENTGUARD_PROXY_KEY, or give --port",
+        )
+    return url
 
 
 @asynccontextmanager
