@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -78,7 +79,7 @@ def _claude(target: Target, home: Path, arguments: Sequence[str]) -> Setup:
         "DISABLE_ERROR_REPORTING": "1",
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
     }
-    if target.window:
+    if target.window and "CLAUDE_CODE_MAX_OUTPUT_TOKENS" not in os.environ:
         # it asks for 32,000 tokens of answer whatever the window is (anthropics/claude-code#47702)
         env["CLAUDE_CODE_MAX_OUTPUT_TOKENS"] = str(max(1024, min(32_000, target.window // 4)))
     return Setup(env, {".claude.json": json.dumps({"hasCompletedOnboarding": True})})

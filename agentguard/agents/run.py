@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from agentguard.agents.known import Target, setup_for
+from agentguard.dirs import cache_dir
 from agentguard.errors import ConfigError
 
 PASSED_ON = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -28,7 +29,7 @@ async def prepared(command: Sequence[str], target: Target) -> AsyncIterator[tupl
     program = shutil.which(command[0])
     if program is None:
         raise ConfigError("command", command[0], "is not installed or not on PATH; 'agentguard wrap --list' shows what is")
-    home = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="agentguard-agent-"))
+    home = await asyncio.to_thread(_home)
     try:
         setup = setup_for(command[0], target, home, command[1:])
         for name, text in setup.files.items():
@@ -36,6 +37,13 @@ async def prepared(command: Sequence[str], target: Target) -> AsyncIterator[tupl
         yield [program, *setup.arguments, *command[1:]], _merged(os.environ, setup.env)
     finally:
         await asyncio.to_thread(shutil.rmtree, home, ignore_errors=True)
+
+
+def _home() -> Path:
+    """Not below /tmp, where Codex refuses to put its helpers."""
+    parent = cache_dir() / "agents"
+    parent.mkdir(parents=True, exist_ok=True)
+    return Path(tempfile.mkdtemp(dir=parent))
 
 
 def _write(path: Path, text: str) -> None:

@@ -17,9 +17,11 @@ from agentguard.cli.run import run
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 @click.option("--list", "show", is_flag=True, help="Show the agents that are known, and which are installed.")
 @click.option("--model", help="A local model to serve, when nothing runs yet.")
+@click.option("--proxy", metavar="URL", help="Use this proxy, in front of --gateway. Default: what runs at --port.")
 @backend_options
 def wrap(
-    command: tuple[str, ...], show: bool, model: str | None, recipe: Path | None, upstream: str | None, upstream_key: str | None,
+    command: tuple[str, ...], show: bool, model: str | None, proxy: str | None, recipe: Path | None, upstream: str | None,
+    upstream_key: str | None,
     gateway: str | None, gateway_port: int, port: int, litellm: Path | None, lock: Path | None,
 ) -> None:  # fmt: skip
     """Run COMMAND, a coding agent or any program with an OpenAI or Anthropic SDK, against the guard.
@@ -33,7 +35,7 @@ def wrap(
     if not command:
         raise click.UsageError("give the agent's command behind '--', for example: agentguard wrap -- claude")
     backend = backend_of(model, recipe, upstream, upstream_key, gateway, gateway_port)
-    sys.exit(run(_wrap(command, backend, port, litellm, lock)))
+    sys.exit(run(_wrap(command, backend, proxy, port, litellm, lock)))
 
 
 def _show() -> None:
@@ -53,7 +55,9 @@ def _show() -> None:
     Console().print(table)
 
 
-async def _wrap(command: tuple[str, ...], backend: Any, port: int, litellm: Path | None, lock: Path | None) -> int:
+async def _wrap(
+    command: tuple[str, ...], backend: Any, proxy: str | None, port: int, litellm: Path | None, lock: Path | None
+) -> int:
     import asyncio
     import os
 
@@ -61,28 +65,31 @@ async def _wrap(command: tuple[str, ...], backend: Any, port: int, litellm: Path
     from agentguard.agents.run import prepared, run_agent
     from agentguard.agents.summary import line, ratio, spent
     from agentguard.engines.vllm_process import free_port
+    from agentguard.errors import ConfigError
     from agentguard.proxy.config import master_key
-    from agentguard.proxy.serving import GATEWAY, gateway_for, proxy_at, serve_proxy
+    from agentguard.proxy.serving import answers, gateway_for, serve_proxy
 
     key = os.environ.get("AGENTGUARD_PROXY_KEY", "") or await asyncio.to_thread(master_key)
-    starts = backend.policy is not None or backend.upstream is not None or backend.gateway is not None
+    # a proxy that runs is in front of the gateway that runs; with another one in mind, one is started
+    elsewhere = backend.policy is not None or backend.upstream is not None or backend.gateway is not None
     async with AsyncExitStack() as stack:
-        url = None if starts else await proxy_at(f"http://127.0.0.1:{port}", key)
-        if url is not None:
+        url = proxy or (None if elsewhere else f"http://127.0.0.1:{port}")
+        if url is not None and await answers(url, key):
             behind = await stack.enter_async_context(gateway_for(backend))
+        elif proxy is not None:
+            raise ConfigError("proxy", proxy, "nobody answers there; start it with 'agentguard proxy', or leave --proxy out")
         else:
             program = await asyncio.to_thread(litellm_command, litellm, lock)
             click.echo("agentguard: starting the proxy …", err=True)
-            served = serve_proxy(program, backend, master_key=key, port=free_port() if starts else port)
-            behind, proxy = await stack.enter_async_context(served)
-            url = proxy.url
+            served = serve_proxy(program, backend, master_key=key, port=free_port() if elsewhere else port)
+            behind, started = await stack.enter_async_context(served)
+            url = started.url
         target = Target(url, key, behind.model, behind.window)
         arguments, env = await stack.enter_async_context(prepared(command, target))
-        gateway = backend.gateway or GATEWAY if not starts else behind.url
-        before = await _get(gateway, backend.gateway_key, "/agentguard/sessions")
+        before = await _get(behind.url, backend.gateway_key, "/agentguard/sessions")
         status = await run_agent(arguments, env)
-        after = await _get(gateway, backend.gateway_key, "/agentguard/sessions")
-        economics = await _get(gateway, backend.gateway_key, "/guard/v1/economics")
+        after = await _get(behind.url, backend.gateway_key, "/agentguard/sessions")
+        economics = await _get(behind.url, backend.gateway_key, "/guard/v1/economics")
         click.echo(line(spent(before["sessions"], after["sessions"]), ratio(economics)), err=True)
     return status
 

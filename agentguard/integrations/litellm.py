@@ -7,6 +7,8 @@ reaches the server on all three protocols (litellm.md, section 2.2). Everything 
 
 from __future__ import annotations
 
+import json
+import re
 from typing import Any
 
 from litellm.integrations.custom_logger import CustomLogger
@@ -16,6 +18,8 @@ from agentguard.identity import AGENT, CALLER, SESSION, digest, guess, session_o
 from agentguard.think_budget import asked_effort, find_budget
 
 _OURS = (SESSION, CALLER, AGENT)
+_RETRY = ("retry-after", "x-should-retry")
+_MESSAGE = re.compile(r'"message":"((?:[^"\\]|\\.)*)"')
 
 
 class AgentGuardHook(CustomLogger):  # type: ignore[misc]  # LiteLLM is not installed where this is type-checked
@@ -47,6 +51,21 @@ class AgentGuardHook(CustomLogger):  # type: ignore[misc]  # LiteLLM is not inst
         if effort is not None:
             body.setdefault("reasoning_effort", effort)
         return data
+
+    async def async_post_call_failure_hook(
+        self, request_data: Any, original_exception: Exception, user_api_key_dict: Any, traceback_str: str | None = None
+    ) -> Any:
+        """A stopped session and an engine that is coming back: the gateway's own words and its retry-after, which LiteLLM would
+        rename. Never for a stream that has begun: LiteLLM breaks it off when it gets an exception there."""
+        headers = getattr(original_exception, "litellm_response_headers", None) or {}
+        told = {name: headers[name] for name in _RETRY if headers.get(name)}
+        status = getattr(original_exception, "status_code", None)
+        if status not in (429, 503) or "retry-after" not in told:
+            return None
+        from fastapi import HTTPException
+
+        message = _MESSAGE.search(str(original_exception))
+        return HTTPException(status, json.loads(f'"{message[1]}"') if message else str(original_exception), told)
 
 
 hook = AgentGuardHook()

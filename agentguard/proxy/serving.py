@@ -82,20 +82,20 @@ async def model_of(url: str, key: str | None) -> tuple[str, int]:
         raise EngineError(f"{url}/v1/models did not answer as a gateway does (status {reply.status_code})") from None
 
 
-async def proxy_at(url: str, key: str) -> str | None:
-    """``url`` if a proxy that takes our key answers there. Raises ConfigError for one that does not."""
+async def answers(url: str, key: str) -> bool:
+    """Does a proxy that takes our key answer there? Raises ConfigError for one that does not."""
     async with http_client(url, timeout=10, headers={"Authorization": f"Bearer {key}"}) as client:
         try:
             reply = await client.get("/v1/models")
         except httpx2.TransportError:
-            return None
+            return False
     if reply.status_code != 200:
         raise ConfigError(
             "port",
             url,
             f"something answers there with {reply.status_code}, not our proxy; set AGENTGUARD_PROXY_KEY, or give --port",
         )
-    return url
+    return True
 
 
 @asynccontextmanager

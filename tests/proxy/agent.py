@@ -11,6 +11,8 @@ from tests.scripted import STOP, USAGE, B, chunk, thinking
 SHELLS = ("Bash", "bash", "exec_command", "shell", "shell_command", "run_shell_command")
 WRITTEN = "made by the agent"
 DONE = "The file is written."
+SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
+"""How mini-swe-agent's model says that it is done; its prompt asks for it."""
 
 
 def agent(path: str) -> Any:
@@ -31,9 +33,10 @@ def _turn(body: Mapping[str, Any], path: str) -> Iterator[Any]:
         yield from thinking(4000)
         yield chunk([], finish="length")
         return
-    if tools and not results:
+    submits = SUBMIT.split()[1] in json.dumps(body["messages"])
+    if tools and (not results or submits):
         shell = next(t for name in SHELLS for t in tools if t["name"] == name)
-        arguments = json.dumps(_arguments(shell, f"printf '{WRITTEN}' > {path}"))
+        arguments = json.dumps(_arguments(shell, SUBMIT if results else f"printf '{WRITTEN}' > {path}"))
         call = {"index": 0, "id": "call_1", "type": "function", "function": {"name": shell["name"], "arguments": arguments[:9]}}
         yield chunk([B], tool_calls=[call])
         yield chunk([B], tool_calls=[{"index": 0, "function": {"arguments": arguments[9:]}}])
