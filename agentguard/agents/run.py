@@ -26,7 +26,7 @@ async def prepared(command: Sequence[str], target: Target) -> AsyncIterator[tupl
 
     Raises ConfigError for a command that is not there.
     """
-    program = shutil.which(command[0])
+    program = await asyncio.to_thread(shutil.which, command[0])
     if program is None:
         raise ConfigError("command", command[0], "is not installed or not on PATH; 'agentguard wrap --list' shows what is")
     home = await asyncio.to_thread(_home)
