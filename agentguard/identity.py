@@ -173,24 +173,26 @@ def _stable(content: Any) -> str:
 
 
 class Guesses:
-    """Which run of a task a guessed id means. The same task started again is a new session: a request that holds no turn of the
-    model's begins one, and so does the first after half an hour of silence. Bounded; the least recently used is forgotten."""
+    """Which run of a task a guessed id means. The same task started again is a new session: a request without a turn of the model's
+    and no longer than the run's first begins one (an agent may leave a useless turn out and complain), and so does the first after
+    half an hour of silence. Bounded; the least recently used is forgotten."""
 
     def __init__(self, limit: int = 10_000, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit = limit
         self._clock = clock
-        self._runs: OrderedDict[Identity, tuple[int, float]] = OrderedDict()
+        self._runs: OrderedDict[Identity, tuple[int, float, int]] = OrderedDict()
 
     def place(self, identity: Identity, body: Mapping[str, Any]) -> Identity:
         """The identity with the run's number; one that was not guessed as it is."""
         if not identity.guessed:
             return identity
         now = self._clock()
-        run, seen = self._runs.pop(identity, (0, now))
-        begins = not any(m.get("role") == "assistant" or m.get("type") in _TURNS for m in messages_of(body))
-        if run == 0 or begins or now - seen > IDLE_S:
-            run += 1
-        self._runs[identity] = (run, now)
+        run, seen, first = self._runs.pop(identity, (0, now, 0))
+        messages = list(messages_of(body))
+        turns = any(m.get("role") == "assistant" or m.get("type") in _TURNS for m in messages)
+        if run == 0 or (not turns and len(messages) <= first) or now - seen > IDLE_S:
+            run, first = run + 1, len(messages)
+        self._runs[identity] = (run, now, first)
         while len(self._runs) > self._limit:
             self._runs.popitem(last=False)
         return replace(identity, session=f"{identity.session}.{run}")

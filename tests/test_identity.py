@@ -57,8 +57,9 @@ def test_a_task_started_again_is_a_new_session_and_so_is_one_after_a_long_silenc
     guesses = Guesses(limit=2, clock=lambda: now)
     who = identify({}, CHAT)
     later = CHAT | {"messages": ANSWERED}
-    runs = [guesses.place(who, body) for body in (CHAT, later, later, CHAT, later)]
-    assert [r.session[-2:] for r in runs] == [".1", ".1", ".1", ".2", ".2"]
+    complaint = CHAT | {"messages": [*CHAT["messages"], {"role": "user", "content": "no tool was called"}]}
+    runs = [guesses.place(who, body) for body in (CHAT, complaint, later, later, CHAT, later)]
+    assert [r.session[-2:] for r in runs] == [".1", ".1", ".1", ".1", ".2", ".2"]
     now = IDLE_S + 1
     assert guesses.place(who, later).session.endswith(".3")
     told = Identity("", "told")
