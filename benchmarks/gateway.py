@@ -10,7 +10,8 @@ saturated: 64 streams at once, as fast as they go; `gateway_chunks_per_s` is chu
 paced: 64 streams of 50 chunks/s each; `paced_us_per_chunk` is the gateway's CPU a chunk.
 added: one stream of 100 chunks/s; `added_ms_p50` is the median time from the server's write to the client's read, through the
 gateway less direct.
-behind LiteLLM: chunks per second with the gateway over without, interleaved pairs; `behind_litellm_ratio` is the median.
+behind LiteLLM: chunks per second with the gateway over without, 8 streams, interleaved pairs; `behind_litellm_ratio` is the median.
+Both LiteLLMs have our configuration, the hook included.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def proxy(
     command = litellm_command(litellm, lock)
     key = given or master_key()
     where = "AGENTGUARD_PROXY_KEY" if given else str(key_file())
-    run(_serve(command, backend, key, where, host, port, workers))
+    run(_serve(command, backend, key, where, host, port, workers), serves=True)
 
 
 def backend_of(

@@ -8,6 +8,7 @@ from contextlib import aclosing
 from typing import Any
 
 import httpx2
+import msgspec
 import structlog
 
 from agentguard.engines.base import Chunk, EngineInfo, Standing, Stream
@@ -15,6 +16,7 @@ from agentguard.engines.facts import Facts
 from agentguard.engines.http import http_client
 from agentguard.errors import EngineDiedError, EngineError, EngineRequestError
 
+_JSON = msgspec.json.Decoder()
 logger = structlog.get_logger(__name__)
 MAX_EVENT_BYTES = 8 << 20
 TTS_S = 150.0
@@ -190,7 +192,7 @@ class OpenAIEngine:
 def _chunk(data: str) -> Chunk:
     """One event of a stream. Raises EngineRequestError for an error event and EngineError for what is no chunk."""
     try:
-        chunk = json.loads(data)
+        chunk = _decode(data)
     except ValueError:
         raise EngineError(f"the engine streamed something that is not JSON: {data[:80]!r}") from None
     if not isinstance(chunk, dict):
@@ -199,6 +201,14 @@ def _chunk(data: str) -> Chunk:
         code = chunk["error"].get("code") if isinstance(chunk["error"], dict) else None
         raise _refusal(code if isinstance(code, int) else 500, data)
     return chunk
+
+
+def _decode(data: str) -> Any:
+    """msgspec is three times as fast as json; json takes what only Python writes, such as NaN."""
+    try:
+        return _JSON.decode(data)
+    except msgspec.DecodeError:
+        return json.loads(data)
 
 
 def _refusal(status: int, text: str, retry_after: str | None = None) -> EngineRequestError:

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Coroutine, Mapping
 from contextlib import aclosing
 from typing import Any, Self, TypeVar
 
+import msgspec
 import structlog
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from starlette.applications import Starlette
@@ -42,6 +43,7 @@ PAUSED_S = 60
 RESTART_S = 30
 """Seconds an engine takes to come back, or so."""
 T = TypeVar("T")
+_JSON = msgspec.json.Encoder()
 
 
 def create_app(guard: Guard, *, api_key: str | None = None, operator_key: str | None = None) -> Starlette:
@@ -321,7 +323,7 @@ async def _sse(first: Chunk, chunks: Stream, include_usage: bool, told: Reply) -
 
 
 def _data(value: object) -> bytes:
-    return b"data: " + json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode() + b"\n\n"
+    return b"data: " + _JSON.encode(value) + b"\n\n"
 
 
 async def _body(request: Request) -> dict[str, Any]:
