@@ -42,10 +42,10 @@ class ContextLengthError(ConfigError):
 
     code = "context_length_exceeded"
 
-    def __init__(self, prompt: int, window: int, room: int) -> None:
+    def __init__(self, prompt: int | None, window: int, room: int = 0) -> None:
         super().__init__(
             "messages",
-            f"{prompt} tokens",
+            "too long" if prompt is None else f"{prompt} tokens",
             f"the prompt fills the context window of {window} tokens ({room} are left, too few for an answer); compact it",
         )
 
@@ -77,9 +77,12 @@ class EngineDiedError(EngineError):
 
 
 class EngineRequestError(EngineError):
-    def __init__(self, status: int, message: str) -> None:
+    """``retry_after``: the header of that name, as the engine sent it."""
+
+    def __init__(self, status: int, message: str, retry_after: str | None = None) -> None:
         super().__init__(message)
         self.status = status
+        self.retry_after = retry_after
 
 
 class PluginError(AgentGuardError):

@@ -121,7 +121,7 @@ class StepStarted(msgspec.Struct, frozen=True, kw_only=True, tag="step_started")
     """A model call begins. ``think_cap`` is the cutoff in tokens and ``bound_by`` the term that set it.
 
     ``arm`` is what the session was assigned ("" for a request that is not counted) in the class ``workload``, ``rule`` what it
-    really runs under, and ``assigned`` why.
+    really runs under, and ``assigned`` why. ``agent`` is which of the session's agents asks, "" for its main one.
     """
 
     t: float
@@ -137,6 +137,7 @@ class StepStarted(msgspec.Struct, frozen=True, kw_only=True, tag="step_started")
     arm: str = ""
     workload: str = ""
     assigned: str = ""
+    agent: str = ""
 
 
 class StepFinished(msgspec.Struct, frozen=True, kw_only=True, tag="step_finished"):
@@ -174,6 +175,7 @@ class StepFinished(msgspec.Struct, frozen=True, kw_only=True, tag="step_finished
     workload: str = ""
     notes: list[Note] = msgspec.field(default_factory=list)
     reported_think: int | None = None
+    agent: str = ""
 
 
 class TraceClosed(msgspec.Struct, frozen=True, kw_only=True, tag="trace_closed"):

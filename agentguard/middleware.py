@@ -7,6 +7,7 @@ count and close and continue what comes back, and publishes the step's accounts.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import re
 import time
@@ -23,7 +24,15 @@ from agentguard.economics.cells import CANCELLED
 from agentguard.economics.classes import Classes, is_side_call, kind_of
 from agentguard.economics.ledger import Ledger, ledger_of
 from agentguard.engines.base import Engine, EngineInfo, Stream
-from agentguard.errors import AgentGuardError, ConfigError, ContextLengthError, EngineDiedError, SessionLimitError, nearest
+from agentguard.errors import (
+    AgentGuardError,
+    ConfigError,
+    ContextLengthError,
+    EngineDiedError,
+    EngineRequestError,
+    SessionLimitError,
+    nearest,
+)
 from agentguard.events import (
     CompactionAdvised,
     DraftUpdated,
@@ -38,10 +47,11 @@ from agentguard.events import (
     TtsChanged,
     VerificationStep,
 )
+from agentguard.identity import Identity
 from agentguard.policy import Policy
 from agentguard.requests import ChatRequest
 from agentguard.rulespec import RuleSpec
-from agentguard.session import Identity, Session, Sessions
+from agentguard.session import Session, Sessions
 from agentguard.step import Closed, Step
 from agentguard.telemetry.hub import Hub
 from agentguard.trace.controller import Controller
@@ -51,16 +61,24 @@ from agentguard.trace.markers import Family, Markers, generic, of_policy
 from agentguard.trace.tally import MarkerIds
 
 logger = structlog.get_logger(__name__)
+_OVERFLOW = re.compile(
+    r"maximum context length|context length exceeded|context_length_exceeded|longer than the maximum model length"
+    r"|exceeds? (?:the )?(?:available )?(?:model'?s? )?(?:maximum )?context|max(?:imum)? model length|prompt is too long",
+    re.IGNORECASE,
+)
+"""A prompt too long, in the words of vLLM, SGLang, llama.cpp and others."""
 _DATA = re.compile(r"data:[\w/+.-]+;base64,[\w+/=]+")
 
 
 @dataclass(slots=True)
 class Reply:
     """What the guard tells about a step besides its chunks: filled while it runs. ``compact``: the client should compact its
-    context, which is filled to ``fill``."""
+    context, which is filled to ``fill`` of ``window`` tokens; ``warnings``: the session's meters near their limit."""
 
     request: str = ""
     fill: float = 0.0
+    window: int = 0
+    warnings: list[str] = field(default_factory=list)
     compact: bool = False
     closed: str = ""
     notes: list[Note] = field(default_factory=list)
@@ -168,7 +186,9 @@ class Guard:
         asked = self._asked_rule(request)
         budget, moved = request.budget
         session = self.sessions.get(identity)
-        self._check_limits(session)
+        reply.warnings = self._check_limits(session)
+        if session.overflowed and _digest(body) in session.overflowed:
+            raise ContextLengthError(None, self.info.max_model_len)
         first = session.steps_started == 0
         number, request_id = session.next_step(), uuid.uuid4().hex  # before anything is awaited: parallel steps count too
         try:
@@ -181,7 +201,11 @@ class Guard:
         workload = self._classes.name(self.info.model, route, kind)
         side = is_side_call(body, request.limit, session_used_tools=session.used_tools, first=first, marked=side)
         assigned = self.ledger.assign(str(identity), workload, pinned=asked, side=side)
-        cap = self._cap(request, budget, session, length, workload, exact=prompt is not None)
+        try:
+            cap = self._cap(request, budget, session, length, workload, exact=prompt is not None)
+        except ContextLengthError:
+            session.remember_overflow(_digest(body))
+            raise
         fingerprint = request.fingerprint()
         retries = session.cut.get(fingerprint, 0)
         if retries and not cap.off:
@@ -209,7 +233,7 @@ class Guard:
         self.begun[request_id] = StepStarted(
             t=time.time(), session=str(identity), step=number, request=request_id, model=self.info.model, rule=assigned.rule,
             prompt_tokens=length, budget=cap.budget, think_cap=cap.think_cap, bound_by=cap.bound_by, arm=assigned.arm,
-            workload=assigned.workload, assigned=assigned.reason,
+            workload=assigned.workload, assigned=assigned.reason, agent=identity.agent,
         )  # fmt: skip
         self.hub.publish(self.begun[request_id])
         error = CANCELLED
@@ -219,6 +243,13 @@ class Guard:
                     reply.closed, reply.notes = step.closed or "", step.notes
                     yield chunk
             error, self.died = "", None
+        except EngineRequestError as failure:
+            error = str(failure)
+            if failure.status in (400, 413) and _OVERFLOW.search(error):
+                # agents act on the code, and few know every server's own words for it (earendil-works/pi#5930)
+                session.remember_overflow(_digest(body))
+                raise ContextLengthError(None if prompt is None else length, self.info.max_model_len) from failure
+            raise
         except AgentGuardError as failure:
             error = str(failure)
             if isinstance(failure, EngineDiedError) and self.died is None:
@@ -238,8 +269,9 @@ class Guard:
                 closed=step.closed or "", continued=step.continued, empty_answer=step.empty and not error,
                 finish_reason=step.finish_reason, estimated=step.estimated, ttlt_s=time.perf_counter() - started, error=error,
                 arm=assigned.arm, workload=assigned.workload, notes=list(step.notes), reported_think=step.reported_think,
+                agent=identity.agent,
             )  # fmt: skip
-            session.add(event, fingerprint, side=side)
+            session.add(event, fingerprint, side=side, agent=identity.agent)
             self.hub.publish(event)
             self._alarm(session, number)
             try:
@@ -285,8 +317,8 @@ class Guard:
         self, reply: Reply, session: Session, identity: Identity, number: int, request_id: str, prompt: int, *, side: bool
     ) -> None:
         """Tell the client to compact before its next prompt passes the cutoff of the window."""
-        window, expected = self.info.max_model_len, session.expected_prompt(prompt)
-        reply.request, reply.fill = request_id, prompt / window
+        window, expected = self.info.max_model_len, session.expected_prompt(prompt, identity.agent)
+        reply.request, reply.fill, reply.window = request_id, prompt / window, window
         reply.compact = not side and expected >= self.policy.cutoff.f_min * window
         if reply.compact:
             self.hub.publish(
@@ -304,10 +336,13 @@ class Guard:
             )
         )  # fmt: skip
 
-    def _check_limits(self, session: Session) -> None:
-        for alarm in session.alarms(self.policy.limits):
+    def _check_limits(self, session: Session) -> list[str]:
+        """The meters near their limit, for the client to read. Raises SessionLimitError for one at it."""
+        alarms = session.alarms(self.policy.limits)
+        for alarm in alarms:
             if alarm.stop:
                 raise SessionLimitError(str(session.identity), alarm.meter, alarm.value, alarm.limit)
+        return [f"{alarm.meter} {alarm.value} of {alarm.limit}" for alarm in alarms]
 
     def _alarm(self, session: Session, number: int) -> None:
         for alarm in session.alarms(self.policy.limits):
@@ -331,6 +366,12 @@ class Guard:
         if not isinstance(rule, str):
             raise ConfigError("vllm_xargs.ag_rule", rule, "write the rule as a string, for example 'cactus:delta=0.25'")
         return str(RuleSpec.parse(rule, what="vllm_xargs.ag_rule").for_request())
+
+
+def _digest(body: Mapping[str, Any]) -> str:
+    """Equal for requests with the same prompt and limit."""
+    asked = {k: body.get(k) for k in ("messages", "tools", "max_tokens", "max_completion_tokens")}
+    return hashlib.sha256(json.dumps(asked, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 async def _marker_ids(engine: Engine, family: Family) -> MarkerIds | None:

@@ -11,9 +11,8 @@ import pydantic
 from pydantic import BaseModel, ConfigDict, Field
 
 from agentguard.errors import ConfigError
+from agentguard.think_budget import BUDGET_NAMES, asked_budget
 
-BUDGET_NAMES = ("thinking_token_budget", "thinking_budget", "reasoning_budget", "budget_tokens")
-"""What clients call a think budget inside `chat_template_kwargs` (vllm-project/vllm#50166), where no server reads it."""
 _NOT_THE_QUESTION = ("stream", "stream_options", "metadata", "user", "extra_headers", "request_id")
 
 
@@ -57,20 +56,7 @@ class ChatRequest(BaseModel):
     @property
     def budget(self) -> tuple[int | None, bool]:
         """The client's think budget (None: none given, 0: no thinking, -1: no limit), and whether it had to be looked for."""
-        if self.thinking_token_budget is not None:
-            return self.thinking_token_budget, False
-        thinking = self.thinking or {}
-        if thinking.get("type") == "disabled":
-            return 0, True
-        places = [("thinking.budget_tokens", thinking.get("budget_tokens"))]
-        places += [(f"chat_template_kwargs.{name}", (self.chat_template_kwargs or {}).get(name)) for name in BUDGET_NAMES]
-        for name, value in places:
-            if value is None:
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < -1:
-                raise ConfigError(name, value, "a whole number of tokens; 0 thinks not at all, -1 without a limit")
-            return value, True
-        return None, False
+        return asked_budget({k: getattr(self, k) for k in ("thinking_token_budget", "thinking", "chat_template_kwargs")})
 
     def forwarded(self) -> dict[str, Any]:
         """The body for the engine without what the guard sets itself, and without budgets no server reads."""

@@ -9,21 +9,12 @@ from dataclasses import dataclass, field
 
 from agentguard.economics.cells import SessionSums
 from agentguard.events import Meter, Note, StepFinished
+from agentguard.identity import Identity
 from agentguard.policy import SessionLimits
 from agentguard.trace.cutoff import CloseReason, percentile
 
-
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """Who runs the session: ids come from clients, so a caller is always part of the key."""
-
-    caller: str
-    session: str
-
-    def __str__(self) -> str:
-        return f"{self.caller}/{self.session}" if self.caller else self.session
-
-
+AGENTS = 64
+"""Agents of a session whose windows are kept apart; the least recently used one is forgotten."""
 _CUT_BY_US = (CloseReason.BUDGET, CloseReason.RESERVE, CloseReason.LOOP)
 
 
@@ -52,8 +43,8 @@ class Session:
     used_tools: bool = False
     sums: dict[tuple[str, str], SessionSums] = field(default_factory=dict)
     """This session's own sums by class and arm, for the economics."""
-    prompts: deque[int] = field(default_factory=lambda: deque(maxlen=64))
-    """Prompt lengths of the latest steps."""
+    prompts: OrderedDict[str, deque[int]] = field(default_factory=OrderedDict)
+    """Prompt lengths of the latest steps of each agent, "" for the main one: every agent has a window of its own."""
     cut: OrderedDict[str, int] = field(default_factory=OrderedDict)
     """Fingerprints of requests that were cut or got no answer, with how often; the latest 16."""
     idle: int = 0
@@ -61,12 +52,14 @@ class Session:
     raised: dict[str, int] = field(default_factory=dict)
     """Limits an operator has raised: meter and new limit."""
     warned: set[tuple[str, bool]] = field(default_factory=set)
+    overflowed: OrderedDict[str, None] = field(default_factory=OrderedDict)
+    """Digests of requests that did not fit into the window; the latest 16."""
 
     def next_step(self) -> int:
         self.steps_started += 1
         return self.steps_started
 
-    def add(self, step: StepFinished, fingerprint: str = "", *, side: bool = False) -> None:
+    def add(self, step: StepFinished, fingerprint: str = "", *, side: bool = False, agent: str = "") -> None:
         """``fingerprint``: of a request whose repetition would repeat the trace, "" for others; ``side``: a call beside the agent's
         own work, whose prompt says nothing about its context."""
         self.finished.append(step)
@@ -75,7 +68,10 @@ class Session:
         self.think_tokens += step.think_tokens
         self.closes += bool(step.closed)
         if not side:
-            self.prompts.append(step.prompt_tokens)
+            self.prompts.setdefault(agent, deque(maxlen=64)).append(step.prompt_tokens)
+            self.prompts.move_to_end(agent)
+            while len(self.prompts) > AGENTS:
+                self.prompts.popitem(last=False)
         if step.error:
             return
         fruitless = step.closed == CloseReason.LOOP or Note.EMPTY_ANSWER in step.notes or Note.IDENTICAL_RETRY in step.notes
@@ -88,8 +84,9 @@ class Session:
                 self.cut.popitem(last=False)
 
     def alarms(self, limits: SessionLimits) -> list[Alarm]:
-        """Every meter at or above its soft limit."""
+        """Every meter at or above its soft limit. A session that was only guessed is warned about and not stopped."""
         found: list[Alarm] = []
+        stops = not self.identity.guessed
         meters: list[tuple[Meter, int, int | None]] = [
             ("steps", self.steps_started, limits.steps),
             ("tokens", self.tokens, limits.tokens),
@@ -97,14 +94,19 @@ class Session:
         for meter, value, limit in meters:
             limit = self.raised.get(meter, limit) if limit is not None else None
             if limit is not None and value >= limits.soft * limit:
-                found.append(Alarm(meter, value, limit, value >= limit))
+                found.append(Alarm(meter, value, limit, stops and value >= limit))
         if limits.no_progress is not None and self.idle >= limits.no_progress:
-            found.append(Alarm("no_progress", self.idle, limits.no_progress, limits.stop_without_progress))
+            found.append(Alarm("no_progress", self.idle, limits.no_progress, stops and limits.stop_without_progress))
         return found
 
-    def expected_prompt(self, prompt: int) -> int:
-        """The next step's prompt: this one and the largest growth a step of this session has had."""
-        lengths = [*self.prompts, prompt]
+    def remember_overflow(self, digest: str) -> None:
+        self.overflowed[digest] = None
+        while len(self.overflowed) > 16:
+            self.overflowed.popitem(last=False)
+
+    def expected_prompt(self, prompt: int, agent: str = "") -> int:
+        """The agent's next prompt: this one and the largest growth a step of its has had."""
+        lengths = [*self.prompts.get(agent, ()), prompt]
         # a prompt twice the former one is another conversation under the same id, not growth
         return prompt + max((b - a for a, b in itertools.pairwise(lengths) if b <= 2 * a), default=0)
 

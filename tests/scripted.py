@@ -80,6 +80,7 @@ class Script:
     budget: int | None = None
     status: int = 200
     message: str = "scripted refusal"
+    retry_after: str = ""
     hang_up: bool = False
     hold: asyncio.Event | None = None
     prompt: list[int] = field(default_factory=lambda: [5, 6, START])
@@ -140,7 +141,8 @@ async def upstream(script: Script) -> AsyncIterator[str]:
         body = await request.json()
         script.seen.append((request.url.path, body, dict(request.headers)))
         if script.status != 200:
-            return JSONResponse({"error": {"message": script.message, "code": script.status}}, script.status)
+            headers = {"retry-after": script.retry_after} if script.retry_after else None
+            return JSONResponse({"error": {"message": script.message, "code": script.status}}, script.status, headers)
         refused = [name for name in script.refuses if name in body]
         if refused:
             script.seen.pop()

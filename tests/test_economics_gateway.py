@@ -12,7 +12,7 @@ import httpx2
 from agentguard.economics.cells import SessionSums
 from agentguard.economics.ledger import Assignment
 from agentguard.events import OperatorActed, RuleSwitched, StepFinished
-from agentguard.session import Identity
+from agentguard.identity import Identity
 from tests.scripted import Script
 from tests.test_economics import RULE, step_of
 from tests.test_guard import ASK, THINKS_AND_ANSWERS, Rig, rig

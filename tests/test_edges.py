@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from agentguard import policy
 from agentguard.errors import ConfigError
 from agentguard.events import StepFinished
-from agentguard.gateway.identity import identify
-from agentguard.session import Identity, Session, Sessions
+from agentguard.identity import Identity, identify
+from agentguard.session import Session, Sessions
 from agentguard.trace.tally import MarkerIds, Tally
 from engine_plugins.vllm.compat import version_block_reason
 from engine_plugins.vllm.params import RequestParams

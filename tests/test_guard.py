@@ -15,9 +15,9 @@ from agentguard.engines.openai_http import OpenAIEngine
 from agentguard.errors import ConfigError, EngineDiedError, EngineError, EngineRequestError
 from agentguard.events import EngineDied, Event, Note, StepFinished, StepStarted, TraceClosed
 from agentguard.gateway.server import bind, gateway
+from agentguard.identity import Identity
 from agentguard.middleware import Guard
 from agentguard.policy import Policy
-from agentguard.session import Identity
 from agentguard.telemetry.hub import Hub
 from tests.scripted import END, START, STOP, USAGE, A, B, Script, chunk, text_chunk, thinking, upstream
 

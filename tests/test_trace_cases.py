@@ -16,7 +16,7 @@ import pytest
 from agentguard.continuation import without_copies, without_partial
 from agentguard.errors import ConfigError, EngineRequestError, SessionLimitError
 from agentguard.events import Note, SessionAlarm, TraceClosed
-from agentguard.session import Identity
+from agentguard.identity import Identity
 from agentguard.trace import Splitter
 from agentguard.trace.loops import Loop
 from tests.scripted import END, START, STOP, USAGE, A, B, Script, chunk, ids_of, text_chunk, thinking

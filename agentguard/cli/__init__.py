@@ -17,10 +17,12 @@ from agentguard.errors import AgentGuardError, nearest
 COMMANDS = {
     "demo": ("agentguard.cli.study", "Run the reference pair under strict and relaxed rules and print the table."),
     "doctor": ("agentguard.cli.doctor", "Say what works on this machine, and why not what doesn't."),
+    "proxy": ("agentguard.cli.proxy", "Start a LiteLLM proxy in front of the gateway, for agents of all three protocols."),
     "serve": ("agentguard.cli.serve", "Start vLLM with the plugin and the gateway for a local model."),
     "status": ("agentguard.cli.status", "Arms, λ against gain, and the guard's verdicts of a running gateway."),
     "study": ("agentguard.cli.study", "Length-corrected evaluation of verification rules."),
     "tui": ("agentguard.cli.tui", "The live monitor of gateways and vLLM servers."),
+    "wrap": ("agentguard.cli.wrap", "Run a coding agent behind the guard, without touching its own settings."),
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 import structlog
@@ -13,10 +13,11 @@ import structlog
 T = TypeVar("T")
 
 
-def run(work: Coroutine[Any, Any, T]) -> T:
+def run(work: Coroutine[Any, Any, T], *, serves: bool = False) -> T:
     """asyncio.run, with SIGTERM treated like Ctrl-C: the task is cancelled, its clean-up runs, KeyboardInterrupt is raised.
 
-    Our log goes to stderr meanwhile; stdout is data.
+    Our log goes to stderr meanwhile; stdout is data. ``serves``: on uvloop where it is installed (a paced chunk through the gateway
+    took 207 µs of CPU without it, 170 µs with it; benchmarks/gateway.py).
     """
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
 
@@ -38,4 +39,13 @@ def run(work: Coroutine[Any, Any, T]) -> T:
                 raise KeyboardInterrupt from None
             raise
 
-    return asyncio.run(main())
+    with asyncio.Runner(loop_factory=_fast_loop() if serves else None) as runner:
+        return runner.run(main())
+
+
+def _fast_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop

@@ -42,9 +42,12 @@ def serve(
         if not upstream.startswith(("http://", "https://")):
             raise ConfigError("upstream", upstream, "give a URL such as http://127.0.0.1:8000")
         root = upstream.rstrip("/").removesuffix("/v1")
-        run(_guard(policies.parse(base) if "model" in base else None, root, upstream_key, host, port, api_key, operator_key))
+        run(
+            _guard(policies.parse(base) if "model" in base else None, root, upstream_key, host, port, api_key, operator_key),
+            serves=True,
+        )
     else:
-        run(_serve(policies.parse(base), host, port, api_key, operator_key))
+        run(_serve(policies.parse(base), host, port, api_key, operator_key), serves=True)
 
 
 async def _guard(

@@ -8,6 +8,7 @@ from contextlib import aclosing
 from typing import Any
 
 import httpx2
+import msgspec
 import structlog
 
 from agentguard.engines.base import Chunk, EngineInfo, Standing, Stream
@@ -15,6 +16,7 @@ from agentguard.engines.facts import Facts
 from agentguard.engines.http import http_client
 from agentguard.errors import EngineDiedError, EngineError, EngineRequestError
 
+_JSON = msgspec.json.Decoder()
 logger = structlog.get_logger(__name__)
 TTS_S, METRICS_S = 150.0, 5.0
 MAX_EVENT_BYTES = 8 << 20
@@ -156,7 +158,8 @@ class OpenAIEngine:
         try:
             async with self._client.stream("POST", path, json=request, headers=headers) as response:
                 if response.status_code != 200:
-                    raise _refusal(response.status_code, (await response.aread()).decode(errors="replace"))
+                    text = (await response.aread()).decode(errors="replace")
+                    raise _refusal(response.status_code, text, response.headers.get("retry-after"))
                 ended = False
                 async for event in httpx2.EventSource(response, MAX_EVENT_BYTES):
                     if event.data == "[DONE]":
@@ -200,7 +203,7 @@ class OpenAIEngine:
 def _chunk(data: str) -> Chunk:
     """One event of a stream. Raises EngineRequestError for an error event and EngineError for what is no chunk."""
     try:
-        chunk = json.loads(data)
+        chunk = _decode(data)
     except ValueError:
         raise EngineError(f"the engine streamed something that is not JSON: {data[:80]!r}") from None
     if not isinstance(chunk, dict):
@@ -211,7 +214,15 @@ def _chunk(data: str) -> Chunk:
     return chunk
 
 
-def _refusal(status: int, text: str) -> EngineRequestError:
+def _decode(data: str) -> Any:
+    """msgspec is three times as fast as json; json takes what only Python writes, such as NaN."""
+    try:
+        return _JSON.decode(data)
+    except msgspec.DecodeError:
+        return json.loads(data)
+
+
+def _refusal(status: int, text: str, retry_after: str | None = None) -> EngineRequestError:
     """The upstream's own message, with its status."""
     try:
         message = json.loads(text)
@@ -219,4 +230,4 @@ def _refusal(status: int, text: str) -> EngineRequestError:
         message = message.get("message", text) if isinstance(message, dict) else str(message)
     except (json.JSONDecodeError, AttributeError):
         message = text[:500]
-    return EngineRequestError(status, message)
+    return EngineRequestError(status, message, retry_after)

@@ -112,6 +112,8 @@ def command(policy: Policy, port: int, telemetry: str) -> list[str]:
         "--additional-config": json.dumps({"agentguard": settings}),
         "--disable-uvicorn-access-log": None,
     }
+    if options.tool_parser is not None:
+        args |= {"--enable-auto-tool-choice": None, "--tool-call-parser": options.tool_parser}
     if options.max_model_len is not None:
         args["--max-model-len"] = str(options.max_model_len)
     if family.transition or family.lead:
@@ -216,7 +218,7 @@ async def vllm_process(policy: Policy, *, port: int | None = None) -> AsyncItera
             process = await asyncio.create_subprocess_exec(
                 *launch.arguments,
                 stdin=asyncio.subprocess.DEVNULL, stdout=launch.output, stderr=asyncio.subprocess.STDOUT,
-                env=launch.env, start_new_session=True, preexec_fn=_die_with_parent,
+                env=launch.env, start_new_session=True, preexec_fn=die_with_parent,
             )  # fmt: skip
         finally:
             os.close(launch.output)
@@ -305,7 +307,7 @@ def _signal_group(pid: int, number: int) -> bool:
     return True
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 

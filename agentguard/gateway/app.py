@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Coroutine, Mapping
 from contextlib import aclosing
 from typing import Any, Self, TypeVar
 
+import msgspec
 import structlog
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from starlette.applications import Starlette
@@ -20,10 +21,18 @@ from starlette.routing import Route
 from agentguard.economics.classes import SIDE_HEADER
 from agentguard.economics.report import report
 from agentguard.engines.base import Chunk, Stream
-from agentguard.errors import AgentGuardError, ConfigError, EngineDiedError, EngineError, EngineRequestError, SessionLimitError
+from agentguard.errors import (
+    AgentGuardError,
+    ConfigError,
+    ContextLengthError,
+    EngineDiedError,
+    EngineError,
+    EngineRequestError,
+    SessionLimitError,
+)
 from agentguard.events import OperatorActed, OperatorAction, encode_json
-from agentguard.gateway.identity import identify
 from agentguard.gateway.watch import WATCHERS, Watch, interval_of
+from agentguard.identity import Guesses, identify
 from agentguard.middleware import Guard, Reply
 from agentguard.requests import ChatRequest
 from agentguard.telemetry import prometheus
@@ -33,19 +42,27 @@ MAX_BODY_BYTES = 16 << 20
 OPERATOR_ROUTES = ("/agentguard/sessions/limit", "/agentguard/close", "/agentguard/tts", "/agentguard/pin", "/agentguard/tails")
 TAILS, TAIL_CHARACTERS = 128, 600
 """Running traces whose latest words are shown at once, and how many of them."""
+PAUSED_S = 60
+"""Seconds a client of a stopped session should wait; it goes on once an operator has raised the limit."""
+RESTART_S = 30
+"""Seconds an engine takes to come back, or so."""
 T = TypeVar("T")
+_JSON = msgspec.json.Encoder()
 
 
 def create_app(guard: Guard, *, api_key: str | None = None, operator_key: str | None = None) -> Starlette:
     """The gateway's app. With ``api_key`` every route but /health needs it as a bearer token; with ``operator_key`` the routes that
     act on other people's sessions need that one instead, which agents do not have."""
 
+    guesses = Guesses(guard.policy.max_sessions)
+
     async def chat(request: Request) -> Response:
         body = await _body(request)
         asked = ChatRequest.read(body)
         side = request.headers.get(SIDE_HEADER, "") not in ("", "0", "false")
         told = Reply()
-        chunks = guard.stream(body, identify(request.headers, body), side=side, reply=told)
+        identity = guesses.place(identify(request.headers, body), body)
+        chunks = guard.stream(body, identity, side=side, reply=told)
         if asked.stream:
             # the first chunk is awaited here, so that a refused request gets an HTTP status instead of a broken stream
             first = await _unless_gone(request, chunks, anext(chunks, None))
@@ -221,6 +238,9 @@ def _headers(told: Reply) -> dict[str, str]:
     """What a client may act on. Of a stream the headers leave before its end, so closes and notes stand in the last event's
     comment instead."""
     headers = {"x-agentguard-request": told.request, "x-agentguard-context-fill": f"{told.fill:.3f}"}
+    headers["x-agentguard-context-window"] = str(told.window)
+    if told.warnings:
+        headers["x-agentguard-warning"] = "; ".join(told.warnings)
     if told.compact:
         headers["x-agentguard-advice"] = "compact"
     if told.closed:
@@ -352,7 +372,7 @@ async def _sse(first: Chunk, chunks: Stream, include_usage: bool, told: Reply) -
 
 
 def _data(value: object) -> bytes:
-    return b"data: " + json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode() + b"\n\n"
+    return b"data: " + _JSON.encode(value) + b"\n\n"
 
 
 async def _body(request: Request) -> dict[str, Any]:
@@ -397,4 +417,18 @@ async def _on_client_gone(_: Request, __: Exception) -> Response:
 
 async def _on_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, AgentGuardError)
-    return JSONResponse(_error_body(error), _status(error))
+    return JSONResponse(_error_body(error), _status(error), headers=_retry(error))
+
+
+def _retry(error: AgentGuardError) -> dict[str, str]:
+    """When to come again. A stopped session waits for a person and a prompt that is too long never fits, so the SDKs are told not
+    to try again by themselves."""
+    if isinstance(error, SessionLimitError):
+        return {"retry-after": str(PAUSED_S), "x-should-retry": "false"}
+    if isinstance(error, ContextLengthError):
+        return {"x-should-retry": "false"}
+    if isinstance(error, EngineDiedError):
+        return {"retry-after": str(RESTART_S)}
+    if isinstance(error, EngineRequestError) and error.retry_after:
+        return {"retry-after": error.retry_after}
+    return {}

@@ -14,9 +14,9 @@ import pytest_asyncio
 
 from agentguard.events import CompactionAdvised, Event, StepFinished, StepStarted, TraceClosed, VerificationStep
 from agentguard.gateway.server import Stack, serve_stack
+from agentguard.identity import Identity
 from agentguard.middleware import Guard
 from agentguard.policy import Policy
-from agentguard.session import Identity
 from agentguard.study.suites.chain import make_problem, parse_answer
 from agentguard.telemetry.hub import Hub
 from tests.conftest import RunningStack

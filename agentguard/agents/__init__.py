@@ -1,0 +1,1 @@
+"""Coding agents: how each is pointed at the proxy, and what its run cost."""

@@ -1,0 +1,91 @@
+"""Running an agent as if it had been started by hand: its own terminal, its signals, its exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from agentguard.agents.known import Target, setup_for
+from agentguard.dirs import cache_dir
+from agentguard.errors import ConfigError
+
+PASSED_ON = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+FROM_TERMINAL = (signal.SIGINT, signal.SIGQUIT)
+GRACE_S = 10.0
+
+
+@asynccontextmanager
+async def prepared(command: Sequence[str], target: Target) -> AsyncIterator[tuple[list[str], dict[str, str]]]:
+    """The command line and environment of a known agent, with its files in a temporary folder that is removed at the end.
+
+    Raises ConfigError for a command that is not there.
+    """
+    program = await asyncio.to_thread(shutil.which, command[0])
+    if program is None:
+        raise ConfigError("command", command[0], "is not installed or not on PATH; 'agentguard wrap --list' shows what is")
+    home = await asyncio.to_thread(_home)
+    try:
+        setup = setup_for(command[0], target, home, command[1:])
+        for name, text in setup.files.items():
+            await asyncio.to_thread(_write, home / name, text)
+        yield [program, *setup.arguments, *command[1:]], _merged(os.environ, setup.env)
+    finally:
+        await asyncio.to_thread(shutil.rmtree, home, ignore_errors=True)
+
+
+def _home() -> Path:
+    """Not below /tmp, where Codex refuses to put its helpers."""
+    parent = cache_dir() / "agents"
+    parent.mkdir(parents=True, exist_ok=True)
+    return Path(tempfile.mkdtemp(dir=parent))
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def _merged(base: Mapping[str, str], changes: Mapping[str, str | None]) -> dict[str, str]:
+    merged: dict[str, str | None] = {**base, **changes}
+    return {k: v for k, v in merged.items() if v is not None}
+
+
+async def run_agent(command: Sequence[str], env: Mapping[str, str]) -> int:
+    """Start it in our own process group and on our own terminal, and wait; returns the exit status a shell would see.
+
+    Ctrl-C and Ctrl-\\ reach both of us from the terminal, and what they mean is the agent's decision; other signals are passed on.
+    """
+    loop = asyncio.get_running_loop()
+    process = await asyncio.create_subprocess_exec(*command, env=dict(env))
+
+    def pass_on(number: signal.Signals) -> None:
+        if process.returncode is None:
+            process.send_signal(number)
+
+    for number in PASSED_ON:
+        loop.add_signal_handler(number, pass_on, number)
+    for number in FROM_TERMINAL:
+        loop.add_signal_handler(number, lambda: None)
+    try:
+        status = await process.wait()
+    finally:
+        for number in (*PASSED_ON, *FROM_TERMINAL):
+            loop.remove_signal_handler(number)
+        if process.returncode is None:
+            await _end(process)
+    return status if status >= 0 else 128 - status
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    process.terminate()
+    try:
+        await asyncio.wait_for(process.wait(), GRACE_S)
+    except TimeoutError:
+        process.kill()
+        await process.wait()

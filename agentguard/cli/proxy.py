@@ -1,0 +1,132 @@
+"""`agentguard proxy`: LiteLLM in front of the gateway, for agents that speak Anthropic messages, responses or chat completions."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from agentguard.cli.run import run
+
+
+def backend_options(command: Callable[..., None]) -> Callable[..., None]:
+    """What stands behind the proxy; `agentguard wrap` takes the same."""
+    for option in reversed(
+        (
+            click.option("--recipe", type=click.Path(path_type=Path), help="YAML recipe of the model and its guard."),
+            click.option("--upstream", metavar="URL", help="Guard an OpenAI-compatible server that runs already."),
+            click.option("--gateway", metavar="URL", help="Use this gateway. Default: what runs at http://127.0.0.1:8484."),
+            click.option("--gateway-port", default=8484, show_default=True, type=int, help="Of one that starts."),
+            click.option("--port", default=4000, show_default=True, type=click.IntRange(1, 65535), help="Port of the proxy."),
+            click.option("--litellm", type=click.Path(path_type=Path), help="An environment with a LiteLLM of your own."),
+            click.option("--lock", type=click.Path(path_type=Path), help="Hash lock of LiteLLM for another platform."),
+        )
+    ):  # fmt: skip
+        command = option(command)
+    return command
+
+
+@click.command()
+@click.argument("model", required=False)
+@backend_options
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address of the proxy.")
+@click.option("--allow-public", is_flag=True, help="Bind to an address that others can reach; needs AGENTGUARD_PROXY_KEY.")
+@click.option("--workers", default=1, show_default=True, type=click.IntRange(1, 64), help="Processes of LiteLLM.")
+@click.option("--print-config", is_flag=True, help="Print the configuration for a LiteLLM of your own, and start nothing.")
+def proxy(
+    model: str | None, recipe: Path | None, upstream: str | None, gateway: str | None, gateway_port: int, port: int,
+    litellm: Path | None, lock: Path | None, host: str, allow_public: bool, workers: int, print_config: bool,
+) -> None:  # fmt: skip
+    """Start a LiteLLM proxy in front of the guard's gateway, and the gateway itself for a local MODEL or an --upstream.
+
+    Keys come by environment: AGENTGUARD_PROXY_KEY is what agents must send (default: one made for this installation),
+    AGENTGUARD_API_KEY the gateway's, AGENTGUARD_UPSTREAM_KEY the upstream's.
+    """
+    import os
+
+    from agentguard.proxy.config import as_yaml, check_address, config, key_file, master_key
+
+    backend = backend_of(model, recipe, upstream, gateway, gateway_port)
+    if print_config:
+        click.echo(as_yaml(config(*run(_named(backend, model)), keyed=backend.gateway_key is not None)), nl=False)
+        return
+    given = os.environ.get("AGENTGUARD_PROXY_KEY")
+    check_address(host, given, allow_public=allow_public)
+    command = litellm_command(litellm, lock)
+    key = given or master_key()
+    where = "AGENTGUARD_PROXY_KEY" if given else str(key_file())
+    run(_serve(command, backend, key, where, host, port, workers), serves=True)
+
+
+def backend_of(model: str | None, recipe: Path | None, upstream: str | None, gateway: str | None, gateway_port: int) -> Any:
+    """What the options mean. Keys are taken from the environment alone: a command line is everybody's to read."""
+    import os
+
+    from agentguard import policy as policies
+    from agentguard.errors import ConfigError
+    from agentguard.proxy.serving import Backend
+
+    if gateway and (model or recipe or upstream):
+        raise ConfigError("gateway", gateway, "runs already, with a model of its own; leave out MODEL, --recipe and --upstream")
+    for name, url in (("upstream", upstream), ("gateway", gateway)):
+        if url and not url.startswith(("http://", "https://")):
+            raise ConfigError(name, url, "give a URL such as http://127.0.0.1:8000")
+    base: dict[str, Any] = policies.read(recipe) if recipe else {}
+    base |= {"model": model} if model else {}
+    return Backend(
+        gateway=gateway, gateway_key=os.environ.get("AGENTGUARD_API_KEY"),
+        upstream=upstream.rstrip("/").removesuffix("/v1") if upstream else None,
+        upstream_key=os.environ.get("AGENTGUARD_UPSTREAM_KEY"),
+        operator_key=os.environ.get("AGENTGUARD_OPERATOR_KEY"), policy=policies.parse(base) if base else None, port=gateway_port,
+    )  # fmt: skip
+
+
+def litellm_command(litellm: Path | None, lock: Path | None) -> Path:
+    """LiteLLM's command, its environment made if need be, with progress on stderr."""
+    from agentguard.proxy.environment import own_litellm, prepare
+
+    if litellm is not None:
+        return own_litellm(litellm)
+    told = 0.0
+
+    def progress(done: int, of: int) -> None:
+        nonlocal told
+        if sys.stderr.isatty():
+            click.echo(f"\rsetting up LiteLLM: {done} of {of} packages", nl=done == of, err=True)
+        elif time.monotonic() - told > 10 or done == of:
+            told = time.monotonic()
+            click.echo(f"setting up LiteLLM: {done} of {of} packages", err=True)
+
+    return prepare(lock, progress)
+
+
+async def _named(backend: Any, model: str | None) -> tuple[str, str]:
+    """The model and the gateway's URL for a printed configuration; nothing needs to run for it."""
+    from agentguard.errors import ConfigError
+    from agentguard.proxy.serving import GATEWAY, model_of
+
+    url = (backend.gateway or GATEWAY).rstrip("/").removesuffix("/v1")
+    if backend.policy is not None:
+        return Path(backend.policy.model).name, url
+    try:
+        return (await model_of(url, backend.gateway_key))[0], url
+    except ConfigError as error:
+        click.echo(f"agentguard: {error.remedy.partition(';')[0]}: put the model's name in place of MODEL", err=True)
+        return model or "MODEL", url
+
+
+async def _serve(command: Path, backend: Any, key: str, where: str, host: str, port: int, workers: int) -> None:
+    from agentguard.proxy.serving import first_end, serve_proxy
+
+    click.echo("starting LiteLLM …", err=True)
+    async with serve_proxy(command, backend, master_key=key, host=host, port=port, workers=workers) as (gateway, running):
+        click.echo(f"gateway: {gateway.url}/v1  ({gateway.note})", err=True)
+        click.echo(f"ready: {running.url}  (key: {where}; log: {running.log})", err=True)
+        click.echo("OpenAI base URL: …/v1, Anthropic base URL: without /v1; or run an agent with 'agentguard wrap -- …'", err=True)
+        watching = asyncio.create_task(first_end(gateway, running), name="process watch")
+        raise await watching

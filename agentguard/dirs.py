@@ -1,0 +1,18 @@
+"""Where a user's own files are kept (XDG base directories)."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def cache_dir() -> Path:
+    """For what can be made again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "agentguard"
+
+
+def state_dir() -> Path:
+    """For what belongs to this installation and to nobody else: mode 0700."""
+    path = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "agentguard"
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return path

@@ -1,0 +1,156 @@
+"""`agentguard wrap`: what an agent sees, and what its caller sees of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pty
+import signal
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentguard.agents.known import AGENTS, Target, setup_for
+from agentguard.agents.run import prepared, run_agent
+from agentguard.agents.summary import Spent, line, ratio, spent
+from agentguard.errors import ConfigError
+
+TARGET = Target("http://127.0.0.1:4000", "sk-secret", "org/model", 8192)
+
+
+def script(code: str) -> list[str]:
+    return [sys.executable, "-c", code]
+
+
+@pytest.mark.parametrize(("code", "status"), [("raise SystemExit(7)", 7), ("import os; os.kill(os.getpid(), 9)", 137), ("", 0)])
+async def test_the_exit_code_is_passed_on(code: str, status: int) -> None:
+    assert await run_agent(script(code), os.environ) == status
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+async def test_a_signal_is_passed_on_and_the_agent_decides(tmp_path: Path, number: signal.Signals) -> None:
+    ready = tmp_path / "ready"
+    code = (
+        f"import signal,time,pathlib; signal.signal({int(number)}, lambda *_: exit(5)); "
+        f"pathlib.Path({str(ready)!r}).touch(); time.sleep(60)"
+    )
+    running = asyncio.create_task(run_agent(script(code), os.environ))
+    while not ready.exists():
+        await asyncio.sleep(0.02)
+    os.kill(os.getpid(), number)
+    assert await asyncio.wait_for(running, 20) == 5
+
+
+async def test_ctrl_c_is_the_agent_s_to_answer(tmp_path: Path) -> None:
+    """The terminal sends it to both; here only we get it, and go on waiting."""
+    ready = tmp_path / "ready"
+    code = f"import time,pathlib; pathlib.Path({str(ready)!r}).touch(); time.sleep(0.5); exit(3)"
+    running = asyncio.create_task(run_agent(script(code), os.environ))
+    while not ready.exists():
+        await asyncio.sleep(0.02)
+    os.kill(os.getpid(), signal.SIGINT)
+    assert await asyncio.wait_for(running, 20) == 3
+
+
+async def test_when_we_are_cancelled_the_agent_ends_too(tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    code = f"import os,time,pathlib; pathlib.Path({str(pid)!r}).write_text(str(os.getpid())); time.sleep(60)"
+    running = asyncio.create_task(run_agent(script(code), os.environ))
+    while not pid.exists() or not pid.read_text():
+        await asyncio.sleep(0.02)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), 0)
+
+
+async def test_stdin_and_the_terminal_are_the_agent_s_own() -> None:
+    ours, theirs = pty.openpty()
+    code = (
+        "import sys,asyncio,os; from agentguard.agents.run import run_agent; "
+        "sys.exit(asyncio.run(run_agent(sys.argv[1:], os.environ)))"
+    )
+    inner = script("import sys; print(sys.stdin.isatty(), sys.stdout.isatty(), input()[::-1])")
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", code, *inner, stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    os.write(ours, b"olleh\n")
+    async with asyncio.timeout(30):
+        assert await process.wait() == 0
+    said = os.read(ours, 4096).decode()
+    os.close(ours)
+    assert "True True hello" in said
+
+
+def known(command: str, home: Path, *arguments: str) -> Any:
+    return setup_for(command, TARGET, home, arguments)
+
+
+def test_every_known_agent_is_pointed_at_the_proxy_and_no_file_holds_the_key(tmp_path: Path) -> None:
+    for agent in AGENTS:
+        setup = known(agent.command, tmp_path)
+        values = [v for v in setup.env.values() if v]
+        assert TARGET.key in values, agent
+        assert any(v.startswith(TARGET.url) for v in values) or any(TARGET.url in text for text in setup.files.values()), agent
+        assert not any(TARGET.key in text for text in setup.files.values()), agent
+        assert not any(TARGET.key in argument for argument in setup.arguments), agent
+
+
+def test_the_agents_files_are_what_they_read(tmp_path: Path) -> None:
+    codex = tomllib.loads(known("codex", tmp_path).files["config.toml"])
+    assert codex["model_providers"]["agentguard"]["wire_api"] == "responses"
+    assert codex["model_context_window"] == 8192
+    opencode = json.loads(known("opencode", tmp_path).files["opencode.json"])
+    assert opencode["model"] == "agentguard/org/model"
+    assert opencode["provider"]["agentguard"]["models"]["org/model"]["limit"]["context"] == 8192
+    assert known("/usr/local/bin/claude", tmp_path).env["CLAUDE_CONFIG_DIR"] == str(tmp_path)
+    assert known("qwen", tmp_path).arguments == ("--auth-type", "openai")
+    assert known("qwen", tmp_path, "--auth-type", "openai").arguments == ()
+
+
+async def test_an_agent_s_files_are_gone_afterwards_and_the_user_s_untouched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("ANTHROPIC_API_KEY", "the user's own")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "claude").symlink_to(sys.executable)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    async with prepared(["claude", "-p", "hi"], TARGET) as (command, env):
+        assert command == [str(tmp_path / "bin" / "claude"), "-p", "hi"]
+        assert "ANTHROPIC_API_KEY" not in env
+        home = Path(env["CLAUDE_CONFIG_DIR"])
+        assert (home / ".claude.json").is_file()
+        assert home.is_relative_to(tmp_path / "cache")
+    assert os.listdir(tmp_path / "cache" / "agentguard" / "agents") == []  # noqa: PTH208
+    with pytest.raises(ConfigError, match="wrap --list"):
+        async with prepared(["no-such-agent"], TARGET):
+            pass
+
+
+def row(session: str, steps: int, tokens: int, think: int, closes: int) -> dict[str, Any]:
+    return {"session": session, "steps": steps, "tokens": tokens, "think_tokens": think, "closes": closes}
+
+
+def test_the_summary_counts_what_came_meanwhile() -> None:
+    before = [row("a", 2, 100, 50, 1), row("b", 1, 10, 5, 0)]
+    after = [row("a", 5, 400, 250, 2), row("b", 1, 10, 5, 0)]
+    assert spent(before, after) == Spent(1, 3, 300, 200, 1)
+    assert line(spent(before, after), "—") == "agentguard: 3 steps, 300 tokens (67% thinking), 1 close, λ —"
+    assert spent(before, [*after, row("c", 1, 1, 0, 0)]).sessions == 2
+    assert line(Spent(0, 0, 0, 0, 0), "—") == "agentguard: 0 steps, 0 tokens (— thinking), 0 closes, λ —"
+
+
+def test_the_length_ratio_is_that_of_the_arm_with_most_sessions() -> None:
+    def arm(sessions: int, value: float, high: float | None) -> dict[str, Any]:
+        return {"sessions": sessions, "ratios": {"tokens": {"value": value, "low": 0.9, "high": high}}}
+
+    assert (
+        ratio({"rows": [arm(5, 1.5, None), arm(9, 1.1, 1.2), {"sessions": 99, "ratios": {"tokens": None}}]}) == "1.10 [0.90, 1.20]"
+    )
+    assert ratio({"rows": [arm(5, 1.5, None)]}) == "1.50 [0.90, ∞]"
+    assert ratio({"rows": []}) == "—"
