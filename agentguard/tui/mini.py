@@ -1,0 +1,36 @@
+"""Six lines below the prompt: the verdict and the fleet (`agentguard tui --mini`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from textual.app import ComposeResult
+from textual.widget import Widget
+
+from agentguard.tui.frame import Page, Panel, View, verdict_lines
+from agentguard.tui.overview import FLEET, FleetRow, fleet
+from agentguard.tui.table import Table
+
+LINES = 6
+
+
+class Mini(Page):
+    NAME = "mini"
+
+    def compose(self) -> ComposeResult:
+        yield Panel(verdict_lines, id="verdict")
+        yield Table(FLEET, lambda row: row.row.key, empty="no server yet", id="fleet")
+
+    def body(self) -> Sequence[Widget]:
+        return ()
+
+    @property
+    def table(self) -> Table[FleetRow]:
+        return self.query_one("#fleet", Table)
+
+    def show(self, view: View) -> None:
+        self.table.show_rows(fleet(view.snapshot))
+        super().show(view)
+
+    def rows_for_export(self) -> Sequence[object]:
+        return [row.row for row in self.table.rows]
