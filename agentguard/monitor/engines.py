@@ -135,10 +135,10 @@ class EngineState:
         return changed
 
     def _found(self, source: State, source_why: str, now: float, stale_s: float) -> tuple[State, str]:
-        if source in ("stale", "down"):
-            return source, source_why
         if self.died:
             return "down", self.died
+        if source in ("stale", "down"):
+            return source, source_why
         silent = now - self.seen_t if self.seen_t is not None else 0.0
         if self.measured_only and silent >= stale_s:
             return ("down" if silent >= 2 * stale_s else "stale"), f"the server tells nothing of engine {self.label!r} any more"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import OrderedDict, deque
 from dataclasses import replace
@@ -91,7 +92,7 @@ class SessionEntry:
         share = None if limit is None or self.context is None else self.context / limit
         self.filling.update(share, now)
         if len(ended) >= 4:
-            self.growing.update(growth_pressure([bar.think_tokens for bar in ended][-12:]), now)
+            self.growing.update(_growth([bar.think_tokens for bar in ended][-12:], self.growing.on), now)
         found: tuple[SessionState, str] = ("running", "") if self.running else ("idle", "")
         looped = [bar for bar in ended[-3:] if bar.closed == "loop" or any(note in _FRUITLESS for note in bar.notes)]
         alarm = self.alarm
@@ -278,6 +279,13 @@ class SessionStates:
         entry.running[step.request] = replace(bar, think_tokens=step.think_tokens, answer_tokens=step.answer_tokens)
         generated = step.think_tokens + step.answer_tokens
         entry.phases[step.request] = "queued" if not generated else "thinking" if step.inside else "answering"
+
+
+def _growth(traces: list[int], on: bool) -> float:
+    """The growth pressure; one long trace is no trend, so it begins only after three that each were longer than the one before."""
+    pressure = growth_pressure(traces)
+    rising = all(before < after for before, after in itertools.pairwise(traces[-4:]))
+    return pressure if on or rising else min(pressure, 0.9 * GROWTH_SHARE.on)
 
 
 def _fruitless(event: StepFinished) -> bool:

@@ -43,7 +43,8 @@ from agentguard.events import (
 )
 
 TICK_S = 0.25
-"""One verification round of every running request."""
+ROUNDS = 3
+"""Verification rounds of every running request a tick."""
 DRAFTED = 4
 RULE = "cactus:delta=0.25,p_min=0.1,top_k=10"
 WINDOW = 8192
@@ -75,7 +76,7 @@ class Scenario:
 SCENARIOS: dict[str, Scenario] = {
     "healthy": Scenario("the relaxed rule pays, the draft learns", ("qwen3-8b", "qwen3-32b"), sessions=12, tts=True),
     "losing-rule": Scenario(
-        "traces get longer than rounds get shorter, and the guard switches to strict", inflation=1.86, switch_s=8.0
+        "traces get longer than rounds get shorter, and the guard switches to strict", inflation=2.15, switch_s=8.0
     ),
     "runaway-session": Scenario("one session thinks more from step to step, until its limit", runaway=True),
     "loop": Scenario("one session repeats itself and is closed again and again", loops=True),
@@ -279,7 +280,7 @@ class Simulator:
         """Steps it had before we looked, as a gateway tells a reader that comes late."""
         engine, latest = self._engines[session.engine], []
         lengths = (
-            [120, 130, 180, 290] if session.kind == "runaway" else [self._length() for _ in range(self._random.randrange(1, 5))]
+            [90, 120, 170, 260] if session.kind == "runaway" else [self._length() for _ in range(self._random.randrange(1, 5))]
         )
         for think in lengths:
             session.step += 1
@@ -287,7 +288,8 @@ class Simulator:
             rule = self._rule(session)
             latest.append(
                 self._finished_step(
-                    session.name, session.step, rule, self._workload(session), engine.model, think, answer, think // 3, session.prompt, "",
+                    session.name, session.step, rule, self._workload(session), engine.model, think, answer, think // 3,
+                    session.prompt, "",
                 )
             )  # fmt: skip
             session.prompt += answer + self._random.randrange(80)
@@ -309,7 +311,7 @@ class Simulator:
             if not session.running and not session.stopped:
                 self._start(session)
         for number, engine in enumerate(self._engines):
-            if engine.up:
+            for _ in range(ROUNDS if engine.up else 0):
                 self._rounds(engine, [s for s in self._sessions if s.engine == number and s.running])
         if self._ticks % round(1 / TICK_S) == 0:
             for number, engine in enumerate(self._engines):
@@ -321,7 +323,8 @@ class Simulator:
         if scenario.switch_s is not None and passed >= scenario.switch_s and not self._switched:
             self._switched = True
             for engine in self._engines:
-                self._pair(engine.book, engine.model)
+                while all(switch.on for switch in engine.book.switches.values()):
+                    self._pair(engine.book, engine.model)
                 self._tell_economics(engine)
         last = self._engines[-1]
         if scenario.down_s is not None and passed >= scenario.down_s and not self._was_down:
@@ -361,7 +364,7 @@ class Simulator:
         session.closed, session.running, session.began = "", True, self.now
         session.target = round(self._length() * (self.scenario.inflation if session.rule != STRICT else 1.0))
         if session.kind == "runaway":
-            session.target = round(120 * 1.6 ** (session.step - 2))
+            session.target = round(260 * 1.5 ** (session.step - 4))
         elif session.kind == "loops":
             session.target = 10_000
         session.answer_target = 20 + self._random.randrange(40)
@@ -443,7 +446,7 @@ class Simulator:
         self._wake(session, (0.5 if session.kind else 1.0) + self._random.random() * 3.0)
 
     def _alarm(self, engine: _Engine, session: _Session) -> None:
-        limit = 4000 if session.kind == "runaway" and session.limit == 60_000 else session.limit
+        limit = 2400 if session.kind == "runaway" and session.limit == 60_000 else session.limit
         stopped = session.tokens >= limit
         if session.kind == "runaway" and session.tokens >= 0.8 * limit and (stopped or not session.warned):
             session.warned, session.stopped = True, stopped
@@ -535,7 +538,7 @@ class Simulator:
         self, name: str, number: int, rule: str, workload: str, model: str, think: int, answer: int, rounds: int, prompt: int,
         closed: str, *, session: _Session | None = None,
     ) -> StepFinished:  # fmt: skip
-        took = self.now - session.began if session is not None else rounds * TICK_S
+        took = self.now - session.began if session is not None else rounds * TICK_S / ROUNDS
         notes = [Note.EMPTY_ANSWER] if session is not None and session.kind == "loops" and session.fruitless >= 2 else []
         return StepFinished(
             t=self.now, session=name, step=number, request=f"{name}-{number}", model=model, rule=rule, prompt_tokens=prompt,

@@ -117,7 +117,7 @@ def _well(sources: Sequence[SourceRow], engines: Sequence[EngineRow], sessions: 
     arms = [engine for engine in engines if engine.verdict not in (None, "control")]
     paying = [engine for engine in arms if engine.verdict == "win"]
     if paying:
-        best = max(paying, key=lambda engine: engine.gain or 0.0)
+        best = paying[0]  # not the best one, which would change from moment to moment
         return VerdictLine("good", _joined(f"{words.rule(best.arm or '')} on {best.name} pays: {_numbers(best)}", load), best.key)
     if arms:
         one = arms[0]
@@ -125,7 +125,7 @@ def _well(sources: Sequence[SourceRow], engines: Sequence[EngineRow], sessions: 
         return VerdictLine("info", _joined(text, load), one.key)
     drafting = [engine for engine in engines if engine.accepted_length is not None]
     if drafting:
-        one = max(drafting, key=lambda engine: engine.accepted_length or 0.0)
+        one = drafting[0]
         text = f"all well: {one.name} accepts {one.accepted_length:.2f} draft tokens a round"
         return VerdictLine("good", _joined(text, load), one.key)
     speculating = "no speculation seen" if any(engine.window_s for engine in engines) else "nothing measured yet"
