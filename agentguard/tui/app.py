@@ -13,9 +13,11 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeAlias
 
+from rich.style import Style
 from textual import on, work
 from textual.app import App, SystemCommand
 from textual.binding import Binding, BindingType
+from textual.command import CommandPalette
 from textual.events import DeliveryComplete, DeliveryFailed
 from textual.message import Message
 from textual.screen import Screen
@@ -31,10 +33,12 @@ from agentguard.tui.commands import MonitorCommands
 from agentguard.tui.dialogs import Ask, Choose
 from agentguard.tui.event_log import Events
 from agentguard.tui.frame import PAGES, Page, View
-from agentguard.tui.glyphs import GLYPHS
+from agentguard.tui.glyphs import GLYPHS, say
 from agentguard.tui.help import Help
+from agentguard.tui.lines import Painter
 from agentguard.tui.mini import Mini
 from agentguard.tui.overview import Overview
+from agentguard.tui.palette import role_styles
 from agentguard.tui.sessions import SessionDetail, Sessions
 from agentguard.tui.settings import Settings
 from agentguard.tui.speculation import SpeculationPage
@@ -58,7 +62,7 @@ class MonitorApp(App[int]):
     """``open_monitor`` yields the model; it is opened again when the operator asks after a failure."""
 
     TITLE = "agentguard"
-    CSS_PATH = "monitor.tcss"
+    CSS = Path(__file__).with_name("monitor.tcss").read_text()  # read at import, not on the loop
     COMMANDS: ClassVar = App.COMMANDS | {MonitorCommands}
     MODES: ClassVar = {
         "overview": Overview, "sessions": Sessions, "speculation": SpeculationPage, "events": Events, "help": Help, "mini": Mini,
@@ -109,6 +113,7 @@ class MonitorApp(App[int]):
         self._wake = asyncio.Event()
         self._told: dict[str, float] = {}
         self._able: tuple[object, ...] = ()
+        self._palette: tuple[str, dict[str, Style]] = ("", {})
         for theme in OURS:
             self.register_theme(theme)
         self.settings.check(self.available_themes, self.binding_ids())
@@ -123,6 +128,12 @@ class MonitorApp(App[int]):
         owners: Iterable[Any] = (cls, Table, Overview, Sessions, SessionDetail, SpeculationPage, Events, Help)
         return {b.id for owner in owners for b in owner.BINDINGS if isinstance(b, Binding) and b.id is not None}
 
+    @property
+    def role_styles(self) -> dict[str, Style]:
+        if self._palette[0] != self.theme:
+            self._palette = (self.theme, role_styles(self.theme_variables, self.native_ansi_color, self.no_color))
+        return self._palette[1]
+
     # the feed
 
     def on_mount(self) -> None:
@@ -131,7 +142,12 @@ class MonitorApp(App[int]):
             ScrollBar.renderer = _AsciiBars
         if self.options.mini:
             self.switch_mode("mini")
+        self.theme_changed_signal.subscribe(self, self._repaint)
         self.read()
+
+    def _repaint(self, _: object) -> None:
+        for painter in self.screen.query(Painter):
+            painter.refresh()
 
     @work(exclusive=True, group="feed", exit_on_error=False)
     async def read(self) -> None:
@@ -407,7 +423,11 @@ class MonitorApp(App[int]):
         if not again and now - self._told.get(text, -SAME_S) < SAME_S:
             return
         self._told = {t: at for t, at in self._told.items() if now - at < SAME_S} | {text: now}
-        self.notify(text, severity=severity, timeout=4, markup=False)
+        self.notify(say(text), severity=severity, timeout=4, markup=False)
+
+    def action_command_palette(self) -> None:
+        if not CommandPalette.is_open(self):
+            self.push_screen(CommandPalette(placeholder="a page, an action, a session, an engine", id="--command-palette"))
 
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
         for command in super().get_system_commands(screen):

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from agentguard.tui.glyphs import GLYPHS
-from agentguard.tui.lines import Line, Role, Span
+from agentguard.tui.lines import Line, Span
+from agentguard.tui.palette import Role
 
 Values: TypeAlias = Sequence[float | None]
 

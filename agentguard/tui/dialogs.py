@@ -13,6 +13,8 @@ from textual.screen import ModalScreen
 from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
 
+from agentguard.tui.glyphs import say
+
 
 class Choose(ModalScreen[str | None]):
     """A list to choose from; Escape chooses nothing."""
@@ -26,8 +28,8 @@ class Choose(ModalScreen[str | None]):
 
     def compose(self) -> ComposeResult:
         with Vertical(classes="dialog"):
-            yield Static(self._title, classes="question", markup=False)
-            yield OptionList(*(Option(text, id=key) for key, text in self._options), markup=False)
+            yield Static(say(self._title), classes="question", markup=False)
+            yield OptionList(*(Option(say(text), id=key) for key, text in self._options), markup=False)
 
     @on(OptionList.OptionSelected)
     def _chosen(self, event: OptionList.OptionSelected) -> None:
@@ -59,7 +61,7 @@ class Ask(ModalScreen[str | None]):
 
     def compose(self) -> ComposeResult:
         with Vertical(classes="dialog"):
-            yield Static(self._question, classes="question", markup=False)
+            yield Static(say(self._question), classes="question", markup=False)
             yield Input(self._value, compact=True)
             yield Static("Enter accepts, Escape cancels", classes="hint", markup=False)
 
@@ -69,4 +71,4 @@ class Ask(ModalScreen[str | None]):
         if reason is None:
             self.dismiss(event.value)
         else:
-            self.query_one(".hint", Static).update(reason)
+            self.query_one(".hint", Static).update(say(reason))

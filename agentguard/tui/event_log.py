@@ -25,10 +25,12 @@ LEVELS: tuple[tuple[str, frozenset[Severity]], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """An event, its time as text."""
+    """An event; its time, engine and session as people read them."""
 
     event: EventLine
     clock: str
+    engine: str
+    session: str
 
 
 EVENTS: tuple[Column[Shown], ...] = (
@@ -39,8 +41,8 @@ EVENTS: tuple[Column[Shown], ...] = (
            sort=lambda s: s.event.kind),
     Column("text", "what", 20, lambda s, _: (words(s.event.text), "text"), align="left", grow=True),
     Column("n", "×", 4, lambda s, _: (f"×{s.event.n}" if s.event.n > 1 else "", "dim"), 1, sort=lambda s: s.event.n),
-    Column("engine", "engine", 16, lambda s, _: (s.event.engine or "—", "dim"), 3, align="left", sort=lambda s: s.event.engine),
-    Column("session", "session", 16, lambda s, _: (s.event.session or "—", "dim"), 3, align="left", sort=lambda s: s.event.session),
+    Column("engine", "engine", 16, lambda s, _: (s.engine or "—", "dim"), 3, align="left", sort=lambda s: s.engine),
+    Column("session", "session", 16, lambda s, _: (s.session or "—", "dim"), 3, align="left", sort=lambda s: s.session),
 )  # fmt: skip
 
 
@@ -84,7 +86,7 @@ class Events(Page):
         event = row.event
         about = " ".join(
             f"{name} {value}"
-            for name, value in (("engine", event.engine), ("session", event.session), ("request", event.request))
+            for name, value in (("engine", row.engine), ("session", row.session), ("request", event.request))
             if value
         )
         return wrap(
@@ -95,11 +97,15 @@ class Events(Page):
 
     def show(self, view: View) -> None:
         needle, levels = self.needle.lower(), LEVELS[self.level][1]
+        engines = view.engine_names
+        sessions = {s.key: s.id for s in view.snapshot.sessions}
         rows = [
-            Shown(e, clock(e.t, view.utc))
+            Shown(e, clock(e.t, view.utc), engines.get(e.engine, e.engine), sessions.get(e.session, e.session))
             for e in view.snapshot.events
-            if e.severity in levels and (not needle or needle in f"{e.text} {e.kind} {e.engine} {e.session} {e.request}".lower())
+            if e.severity in levels
         ]
+        if needle:
+            rows = [r for r in rows if needle in f"{r.event.text} {r.event.kind} {r.engine} {r.session} {r.event.request}".lower()]
         self.table.show_rows(rows)
         super().show(view)
 

@@ -7,7 +7,8 @@ import time
 
 from agentguard.economics.ratios import Ratio
 from agentguard.monitor.snapshot import Phase, SessionState, Severity, State
-from agentguard.tui.lines import Role, Span
+from agentguard.tui.lines import Span
+from agentguard.tui.palette import Role
 
 UNKNOWN = "—"
 

@@ -17,7 +17,8 @@ from textual.widget import Widget
 from agentguard.monitor.snapshot import EngineRow, SessionRow, Snapshot, SourceRow
 from agentguard.tui.format import SEVERITIES, age, clock, number
 from agentguard.tui.glyphs import words
-from agentguard.tui.lines import Line, LineView, Role, Span, between, crop, width_of, wrap
+from agentguard.tui.lines import Line, LineView, Span, between, clean, crop, width_of, wrap
+from agentguard.tui.palette import Role
 from agentguard.tui.table import Table
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ def fields(parts: Sequence[Line], width: int, gap: str = "  ") -> Line:
     line: list[Span] = []
     used = 0
     for part in parts:
+        part = tuple((clean(text), role) for text, role in part)
         size = width_of(part) + (len(gap) if line else 0)
         if used + size > width:
             continue

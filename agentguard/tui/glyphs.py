@@ -17,17 +17,18 @@ class Glyphs:
 
     @property
     def blocks(self) -> str:
-        """Nine levels from empty to full, for sparklines."""
-        return " .,:-=+*#" if self.ascii else " ▁▂▃▄▅▆▇█"
+        """Nine levels from empty to full, for sparklines; never quite full, so that rows of a table stay apart."""
+        return " .,:-=+*#" if self.ascii else " ▁▁▂▃▄▅▆▇"
 
 
 GLYPHS = Glyphs()
 
 _SIGNS = str.maketrans({
     "✓": "+", "◆": "~", "●": "!", "✗": "x", "…": ".", "—": "-", "–": "-", "·": ".", "▶": ">", "◀": "<", "▲": "^", "▼": "v",
-    "│": "|", "─": "-", "┊": ":", "█": "#", "▓": "%", "▒": "=", "░": ".", "▏": "|", "▌": "|", "▐": "|", "▀": "'", "▄": ",",
+    "│": "|", "─": "-", "━": "#", "┊": ":", "█": "#", "▓": "%", "▒": "=", "░": ".", "▏": "|", "▌": "|", "▐": "|", "▀": "'",
+    "▄": ",",
     "▁": ".", "▂": ",", "▃": ":", "▅": "=", "▆": "+", "▇": "*", "→": ">", "←": "<", "↑": "^", "↓": "v", "×": "x",
-    "≥": ">", "≤": "<", 
+    "≥": ">", "≤": "<",
     "≈": "~", "∞": "?", "λ": "L", "ℓ": "l", "δ": "d", "Δ": "D", "±": "~", "⏸": "=", "⏵": ">", "⚑": "!", "’": "'", "∑": "S",
     "┼": "+", "┤": "|", "├": "|", "┬": "+", "┴": "+", "□": "o", "■": "#", "•": "*",
 })  # fmt: skip
@@ -38,6 +39,13 @@ def plain(text: str) -> str:
     if text.isascii():
         return text
     return text.translate(_SIGNS).encode("ascii", "replace").decode()
+
+
+def say(text: str) -> str:
+    """Free text as it may be shown: without control characters, and in ASCII where asked for."""
+    if not text.isprintable():
+        text = "".join(c if c.isprintable() else "?" for c in text)
+    return plain(words(text)) if GLYPHS.ascii else text
 
 
 def words(text: str) -> str:

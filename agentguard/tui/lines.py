@@ -1,14 +1,14 @@
 """Text as lines of spans with roles, and the widget that draws them.
 
 Every panel of the monitor is a pure function from data and a size to `Line`s, so tests read panels as text. `LineView` puts lines
-on the screen and repaints those that changed. A role is a meaning ("bad", "think"); the style sheet gives it a colour, and no
+on the screen and repaints those that changed. A role is a meaning ("bad", "think"); `palette` gives it a colour, and no
 meaning is told by colour alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, Literal, TypeAlias, get_args
+from typing import Literal, Protocol, TypeAlias, cast
 
 from rich.cells import cell_len, set_cell_size
 from rich.segment import Segment
@@ -18,15 +18,11 @@ from textual.strip import Strip
 from textual.widget import Widget
 
 from agentguard.tui.glyphs import GLYPHS, plain
+from agentguard.tui.palette import Role
 
-Role: TypeAlias = Literal[
-    "text", "dim", "title", "good", "warn", "bad", "stale", "accent", "lambda", "gain", "length", "think", "answer", "band", "cut",
-    "bar", "tab", "key", "off",
-]  # fmt: skip
 Span: TypeAlias = tuple[str, Role]
 Line: TypeAlias = tuple[Span, ...]
 
-ROLES: tuple[Role, ...] = get_args(Role)
 BLANK: Line = ()
 
 
@@ -103,12 +99,17 @@ def _trimmed(line: list[Span]) -> Line:
     return tuple(line)
 
 
-class Painter(Widget):
-    """A widget that paints `Line`s with the style sheet's roles."""
+class HasRoles(Protocol):
+    """The app."""
 
-    COMPONENT_CLASSES: ClassVar[set[str]] = {f"lines--{role}" for role in ROLES} | {"lines--cursor"}
+    @property
+    def role_styles(self) -> dict[str, Style]: ...
+
+
+class Painter(Widget):
+    """A widget that paints `Line`s in the colours of their roles."""
+
     ALLOW_SELECT = False
-    _styles_of: dict[str, Style]
 
     def paint(self, line: Line, over: str | None = None) -> Strip:
         """One line in the widget's width; ``over`` is the component that lies over it, such as the cursor."""
@@ -116,36 +117,25 @@ class Painter(Widget):
         segments: list[Segment] = []
         used = 0
         ascii_only = GLYPHS.ascii
+        styles = cast("HasRoles", self.app).role_styles
+        top = None if over is None else styles[over]
         for text, role in line:
             if not text:
                 continue
+            text = clean(text)
             if ascii_only:
                 text = plain(text)
             size = len(text) if text.isascii() else cell_len(text)
             if used + size > width:
                 text = set_cell_size(text, width - used)
                 size = width - used
-            style = self.role_style(role)
-            segments.append(Segment(text, style if over is None else style + self.role_style(over)))
+            segments.append(Segment(text, styles[role] if top is None else styles[role] + top))
             used += size
             if used >= width:
                 break
         if used < width:
-            segments.append(Segment(" " * (width - used), self.role_style(over or "text")))
+            segments.append(Segment(" " * (width - used), styles["text"] if top is None else styles["text"] + top))
         return Strip(segments, width)
-
-    def role_style(self, role: str) -> Style:
-        """The style of a role. Kept here, because Textual forgets its own copies at every refresh."""
-        styles = self.__dict__.setdefault("_styles_of", {})
-        style: Style | None = styles.get(role)
-        if style is None:
-            partial = role == "cursor"
-            style = styles[role] = self.get_component_rich_style(f"lines--{role}", partial=partial)
-        return style
-
-    def notify_style_update(self) -> None:
-        self.__dict__.setdefault("_styles_of", {}).clear()
-        super().notify_style_update()
 
 
 class LineView(Painter):

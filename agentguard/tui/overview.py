@@ -17,7 +17,8 @@ from agentguard.tui.chart import Plot, chart, scale
 from agentguard.tui.format import SEVERITIES, STATES, age, clock, count, interval, number, percent, ratio, seconds
 from agentguard.tui.frame import Page, Panel, View, fields
 from agentguard.tui.glyphs import GLYPHS, words
-from agentguard.tui.lines import Line, Role, Span, crop, fit, wrap
+from agentguard.tui.lines import Line, Span, crop, fit, wrap
+from agentguard.tui.palette import Role
 from agentguard.tui.table import Column, Table
 
 VERDICTS: dict[ArmVerdict, Span] = {

@@ -54,7 +54,7 @@ def context_bar(session: SessionRow, width: int) -> Line:
         if low <= at < high or (cell == middle and low < limit):
             span: Span = ("▓", "warn") if filled else ("▒", "band")
         elif filled:
-            span = ("█", "bad" if at >= high else "bar")
+            span = ("━", "bad" if at >= high else "bar")
         else:
             span = ("·", "dim")
         spans.append(span)
@@ -126,7 +126,8 @@ def session_lines(session: SessionRow | None, view: View, width: int, height: in
     ], width)  # fmt: skip
     second = fields([
         _field("band", f"{whole(session.band_low)} to {whole(session.band_high)}"),
-        _field("arm", arm_words(session)), _field("engine", view.engine_name(session.engine)), _field("model", session.model or "—"),
+        _field("arm", arm_words(session)), _field("engine", view.engine_name(session.engine)),
+        _field("model", session.model or "—"),
         _field("generated", whole(session.tokens)), _field("of it think", whole(session.think_tokens_total)),
         _field("since", clock(session.since_t, view.utc)),
     ], width)  # fmt: skip

@@ -15,8 +15,9 @@ from agentguard.tui.chart import Plot, bar, chart, scale, spark
 from agentguard.tui.format import age, count, interval, number, percent, whole
 from agentguard.tui.frame import Page, Panel, View, fields
 from agentguard.tui.glyphs import GLYPHS, words
-from agentguard.tui.lines import Line, Role, fit
+from agentguard.tui.lines import Line, fit
 from agentguard.tui.overview import VERDICTS
+from agentguard.tui.palette import Role
 
 STRICT, RELAXED, CUT, REJECTED = "█", "▓", "▒", "·"
 """Accepted as strict would, only because of the rule; cut by the support filter; rejected by the rule's own test."""
