@@ -4,6 +4,7 @@
     ├── ConfigError        a recipe, knob, flag or header is wrong: names the field, the value and the remedy
     │   └── ContextLengthError  the prompt leaves no room for an answer in the context window
     ├── SessionLimitError  a session has used up what its recipe allows; an operator may raise the limit
+    ├── ActionRefusedError an operator's action that this monitor does not take, or that found nothing to act on
     ├── EngineError        the engine did something we cannot work around
     │   ├── EngineStartError    it never became ready
     │   ├── EngineDiedError     it was ready and is gone
@@ -57,6 +58,10 @@ class SessionLimitError(AgentGuardError):
             f"session {session!r} is stopped: {meter} is {value} of {limit}; start a new session, or raise the limit with "
             f"POST /agentguard/sessions/limit"
         )
+
+
+class ActionRefusedError(AgentGuardError):
+    pass
 
 
 class EngineError(AgentGuardError):

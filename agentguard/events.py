@@ -477,11 +477,21 @@ Event: TypeAlias = (
     | FromSource
 )
 
+
+class WatchFrame(msgspec.Struct, frozen=True, kw_only=True):
+    """What a gateway tells a monitor of one interval (gateway.watch). ``dropped``: events that did not fit."""
+
+    t: float
+    interval_s: float
+    events: list[Event]
+    dropped: int = 0
+
+
 encode_json = msgspec.json.Encoder().encode
 encode_msgpack = msgspec.msgpack.Encoder().encode
 decode_json = msgspec.json.Decoder(Event).decode
 decode_msgpack = msgspec.msgpack.Decoder(Event).decode
-decode_json_batch = msgspec.json.Decoder(list[Event]).decode
+decode_frame = msgspec.json.Decoder(WatchFrame).decode
 
 
 def arm_reports(rows: list[dict[str, Any]]) -> list[ArmReport]:

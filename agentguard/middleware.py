@@ -26,6 +26,7 @@ from agentguard.engines.base import Engine, EngineInfo, Stream
 from agentguard.errors import AgentGuardError, ConfigError, ContextLengthError, EngineDiedError, SessionLimitError, nearest
 from agentguard.events import (
     CompactionAdvised,
+    DraftUpdated,
     EngineDied,
     EngineReady,
     Event,
@@ -34,6 +35,7 @@ from agentguard.events import (
     StepFinished,
     StepStarted,
     TraceClosed,
+    TtsChanged,
     VerificationStep,
 )
 from agentguard.policy import Policy
@@ -81,10 +83,15 @@ class Guard:
         self.sessions = Sessions(policy.max_sessions)
         self.running: dict[str, tuple[Identity, Step]] = {}
         """Steps that run now, by request id."""
+        self.begun: dict[str, StepStarted] = {}
+        """What was published of them when they began."""
+        self.died: EngineDied | None = None
+        """Set while the engine is gone."""
+        self.learning: dict[type, DraftUpdated | TtsChanged] = {}
+        """The latest of each kind that the engine's trainer told."""
         self.ledger = ledger or ledger_of(policy, on_event=hub.publish)
         self._classes = Classes()
         self._ids = ids
-        self._engine_gone = False
 
     @classmethod
     async def open(
@@ -95,8 +102,8 @@ class Guard:
         family = derived.family if markers is None else generic(markers.start, markers.end)
         info = await engine.info()
         ids = await _marker_ids(engine, family)
-        hub.publish(EngineReady(t=time.time(), engine=engine.name, model=info.model, max_model_len=info.max_model_len))
         guard = cls(engine, policy, hub, info, family, ids, ledger)
+        hub.publish(guard.ready())
         guard.derived = derived.statement if markers is None else "the markers were given"
         return guard
 
@@ -105,8 +112,17 @@ class Guard:
         """Tokens are counted by id; otherwise counts are estimates from the text."""
         return self._ids is not None
 
+    def ready(self) -> EngineReady:
+        cutoff = self.policy.cutoff
+        return EngineReady(
+            t=time.time(), engine=self.engine.name, model=self.info.model, max_model_len=self.info.max_model_len,
+            f_min=cutoff.f_min if cutoff.mode == "adaptive" else cutoff.f_max, f_max=cutoff.f_max,
+        )  # fmt: skip
+
     def observe(self, event: Event) -> None:
         """Take the engine's telemetry into the economics, and to the steps that wait for a sign of readiness; a sink of the hub."""
+        if isinstance(event, DraftUpdated | TtsChanged):
+            self.learning[type(event)] = event
         if isinstance(event, VerificationStep):
             self.ledger.verified(event)
             if self.policy.cutoff.ready is not None:
@@ -190,31 +206,30 @@ class Guard:
             logger.warning("budget_alias", session=str(identity), budget=budget, remedy="send it as thinking_token_budget")
         self._advise(reply, session, identity, number, request_id, length, side=side)
         self.running[request_id] = (identity, step)
-        self.hub.publish(
-            StepStarted(
-                t=time.time(), session=str(identity), step=number, request=request_id, model=self.info.model, rule=assigned.rule,
-                prompt_tokens=length, budget=cap.budget, think_cap=cap.think_cap, bound_by=cap.bound_by, arm=assigned.arm,
-                workload=assigned.workload, assigned=assigned.reason,
-            )
+        self.begun[request_id] = StepStarted(
+            t=time.time(), session=str(identity), step=number, request=request_id, model=self.info.model, rule=assigned.rule,
+            prompt_tokens=length, budget=cap.budget, think_cap=cap.think_cap, bound_by=cap.bound_by, arm=assigned.arm,
+            workload=assigned.workload, assigned=assigned.reason,
         )  # fmt: skip
+        self.hub.publish(self.begun[request_id])
         error = CANCELLED
         try:
             async with aclosing(step.run()) as chunks:
                 async for chunk in chunks:
                     reply.closed, reply.notes = step.closed or "", step.notes
                     yield chunk
-            error, self._engine_gone = "", False
+            error, self.died = "", None
         except AgentGuardError as failure:
             error = str(failure)
-            if isinstance(failure, EngineDiedError) and not self._engine_gone:
-                self._engine_gone = True
-                self.hub.publish(EngineDied(t=time.time(), engine=self.engine.name, reason=error))
+            if isinstance(failure, EngineDiedError) and self.died is None:
+                self.died = EngineDied(t=time.time(), engine=self.engine.name, reason=error)
+                self.hub.publish(self.died)
             raise
         except Exception as failure:
             error = f"internal: {failure!r}"
             raise
         finally:
-            del self.running[request_id]
+            del self.running[request_id], self.begun[request_id]
             tally = step.tally
             event = StepFinished(
                 t=time.time(), session=str(identity), step=number, request=request_id, model=self.info.model, rule=assigned.rule,

@@ -20,6 +20,7 @@ COMMANDS = {
     "serve": ("agentguard.cli.serve", "Start vLLM with the plugin and the gateway for a local model."),
     "status": ("agentguard.cli.status", "Arms, λ against gain, and the guard's verdicts of a running gateway."),
     "study": ("agentguard.cli.study", "Length-corrected evaluation of verification rules."),
+    "tui": ("agentguard.cli.tui", "The live monitor of gateways and vLLM servers."),
 }
 
 

@@ -20,7 +20,7 @@ class Facts:
     """plugin: our plugin is in the engine, so budgets are exact and can change while a request runs. tokenize: /tokenize is there.
     budget: what `thinking_token_budget` does. dropped: fields of ours the server refused. carrier: the message field through which
     its chat template shows a partial trace; "" when none does. inline: it streams a trace that the prompt opened as content.
-    chars_per_token: of its text, for counting without ids."""
+    chars_per_token: of its text, for counting without ids. metrics: /metrics is there."""
 
     plugin: bool = False
     tokenize: bool = True
@@ -29,6 +29,7 @@ class Facts:
     carrier: Carrier | Literal["", "unknown"] = "unknown"
     inline: bool = False
     chars_per_token: float = 4.0
+    metrics: bool = True
 
     def learn_rate(self, chars_per_token: float | None) -> None:
         """A moving mean over finished steps; what is outside of any language's range is not believed."""

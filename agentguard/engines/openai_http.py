@@ -16,8 +16,8 @@ from agentguard.engines.http import http_client
 from agentguard.errors import EngineDiedError, EngineError, EngineRequestError
 
 logger = structlog.get_logger(__name__)
+TTS_S, METRICS_S = 150.0, 5.0
 MAX_EVENT_BYTES = 8 << 20
-TTS_S = 150.0
 """The largest server-sent event accepted from upstream; a first chunk may carry a whole prompt's ids."""
 
 
@@ -113,6 +113,17 @@ class OpenAIEngine:
             return await self._json("GET", "/v1/agentguard/tts")
         # the trainer may have to start, which takes 5 to 10 s here
         return await self._json("POST", "/v1/agentguard/tts", {"enabled": enabled, "settings": settings}, timeout=TTS_S)
+
+    async def metrics(self) -> str | None:
+        if not self.facts.metrics:
+            return None
+        try:
+            response = await self._client.get("/metrics", timeout=METRICS_S)
+        except httpx2.TransportError as error:
+            raise self._failure(error) from error
+        # asked no more where the server does not have it; one that is busy or starting is asked again
+        self.facts.metrics = response.status_code not in (401, 403, 404, 405, 501)
+        return response.text if response.status_code == 200 else None
 
     def chat(self, body: Mapping[str, Any], request_id: str, session: str) -> Stream:
         return self._stream("/v1/chat/completions", body, {"X-Request-Id": request_id, "X-Session-ID": session})

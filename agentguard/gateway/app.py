@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import time
 from collections.abc import AsyncIterator, Awaitable, Coroutine, Mapping
 from contextlib import aclosing
 from typing import Any, Self, TypeVar
@@ -20,15 +21,16 @@ from agentguard.economics.classes import SIDE_HEADER
 from agentguard.economics.report import report
 from agentguard.engines.base import Chunk, Stream
 from agentguard.errors import AgentGuardError, ConfigError, EngineDiedError, EngineError, EngineRequestError, SessionLimitError
-from agentguard.events import encode_json
+from agentguard.events import OperatorActed, OperatorAction, encode_json
 from agentguard.gateway.identity import identify
+from agentguard.gateway.watch import WATCHERS, Watch, interval_of
 from agentguard.middleware import Guard, Reply
 from agentguard.requests import ChatRequest
 from agentguard.telemetry import prometheus
 
 logger = structlog.get_logger(__name__)
 MAX_BODY_BYTES = 16 << 20
-OPERATOR_ROUTES = ("/agentguard/sessions/limit", "/agentguard/close", "/agentguard/tts")
+OPERATOR_ROUTES = ("/agentguard/sessions/limit", "/agentguard/close", "/agentguard/tts", "/agentguard/pin")
 T = TypeVar("T")
 
 
@@ -56,16 +58,43 @@ def create_app(guard: Guard, *, api_key: str | None = None, operator_key: str | 
     async def close(request: Request) -> Response:
         asked = CloseTrace.read(await _body(request))
         told = guard.close(request=asked.request, session=asked.session, why=asked.why)
+        if told:
+            acted("close", asked.request or asked.session, f"closed {told} trace{'s' * (told != 1)}: {asked.why}")
         return JSONResponse({"told": told}, 200 if told else 404)
 
     async def raise_limit(request: Request) -> Response:
         asked = RaiseLimit.read(await _body(request))
         known = guard.raise_limit(asked.session, asked.meter, asked.limit)
+        if known:
+            acted("limit", asked.session, f"limit of {asked.meter} is {asked.limit} now")
         return JSONResponse({"known": known}, 200 if known else 404)
 
     async def tts(request: Request) -> Response:
         asked = SetTts.read(await _body(request)) if request.method == "POST" else SetTts()
-        return JSONResponse(await guard.engine.tts(asked.enabled, asked.settings))
+        told = await guard.engine.tts(asked.enabled, asked.settings)
+        if asked != SetTts():
+            words = {True: "learning goes on", False: "learning paused", None: "settings changed"}[asked.enabled]
+            acted("tts", guard.engine.name, words)
+        return JSONResponse(told)
+
+    async def pin(request: Request) -> Response:
+        asked = PinArm.read(await _body(request))
+        guard.ledger.pin(asked.workload, asked.arm, asked.rule)
+        what = f"pinned to {asked.rule}" if asked.rule else "left to the guard again"
+        acted("pin", asked.arm, f"{what} in {asked.workload or 'all classes'}")
+        return JSONResponse({"workload": asked.workload, "arm": asked.arm, "rule": asked.rule})
+
+    def acted(action: OperatorAction, target: str, detail: str) -> None:
+        guard.hub.publish(OperatorActed(t=time.time(), action=action, target=target, detail=detail))
+
+    watch_state = Watch(guard)
+
+    async def watch(request: Request) -> Response:
+        interval = interval_of(request.query_params.get("interval"))
+        if watch_state.full():
+            message = f"{WATCHERS} monitors watch already; end one, or read /agentguard/events"
+            return JSONResponse({"error": {"message": message, "type": "server_error", "code": 503}}, 503)
+        return StreamingResponse(watch_state.frames(interval), media_type="text/event-stream")
 
     async def models(_: Request) -> Response:
         model = {"id": guard.info.model, "object": "model", "owned_by": "agentguard", "max_model_len": guard.info.max_model_len}
@@ -115,7 +144,9 @@ def create_app(guard: Guard, *, api_key: str | None = None, operator_key: str | 
             Route(OPERATOR_ROUTES[0], raise_limit, methods=["POST"]),
             Route(OPERATOR_ROUTES[1], close, methods=["POST"]),
             Route(OPERATOR_ROUTES[2], tts, methods=["GET", "POST"]),
+            Route(OPERATOR_ROUTES[3], pin, methods=["POST"]),
             Route("/guard/v1/economics", economics),
+            Route("/guard/v1/watch", watch),
             Route("/metrics", metrics),
             Route("/health", health),
         ],
@@ -159,6 +190,14 @@ class RaiseLimit(_Ask):
     session: str
     meter: str
     limit: int = Field(1, ge=1)
+
+
+class PinArm(_Ask):
+    """Hold an arm of a class ("" for all) at ``rule``, itself or "strict"; null lets the guard decide again."""
+
+    arm: str
+    workload: str = ""
+    rule: str | None
 
 
 class SetTts(_Ask):

@@ -371,7 +371,7 @@ class Model:
     def _source_row(self, source: _Source) -> SourceRow:
         return SourceRow(
             source.name, source.kind, source.state, source.since_t, source.seen_t, source.error, source.retry_s, source.dropped,
-            source.can_act,
+            source.can_act, source.samples,
         )  # fmt: skip
 
     def _name(self, engine: EngineState) -> str:

@@ -16,6 +16,8 @@ class Options:
     gateways: tuple[str, ...] = ()
     metrics: tuple[str, ...] = ()
     api_key: str | None = None
+    operator_key: str | None = None
+    """For actions, where the gateway has a key of its own for them."""
     interval_s: float = 1.0
     window_s: float = 60.0
     record: Path | None = None

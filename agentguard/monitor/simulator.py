@@ -88,6 +88,10 @@ SCENARIOS: dict[str, Scenario] = {
 }
 
 
+def unknown(scenario: str) -> ConfigError:
+    return ConfigError("demo", scenario, nearest(scenario, SCENARIOS))
+
+
 @dataclass(slots=True)
 class _Session:
     name: str
@@ -136,7 +140,7 @@ class Simulator:
 
     def __init__(self, scenario: str, *, seed: int = 0, start: float = 0.0) -> None:
         if scenario not in SCENARIOS:
-            raise ConfigError("demo", scenario, nearest(scenario, SCENARIOS))
+            raise unknown(scenario)
         self.name, self.scenario = scenario, SCENARIOS[scenario]
         self.start = self.now = start
         self._random = random.Random(seed)

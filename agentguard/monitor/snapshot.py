@@ -43,6 +43,8 @@ class SourceRow:
     dropped: int = 0
     can_act: bool = False
     """Does it take an operator's actions (a gateway)?"""
+    samples: int = 0
+    """Whole intervals it has told of."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias, cast
 
 from rich.style import Style
 from textual import on, work
@@ -19,6 +19,7 @@ from textual.app import App, SystemCommand
 from textual.binding import Binding, BindingType
 from textual.command import CommandPalette
 from textual.events import DeliveryComplete, DeliveryFailed
+from textual.filter import Monochrome, NoColor
 from textual.message import Message
 from textual.screen import Screen
 from textual.scrollbar import ScrollBar, ScrollBarRender
@@ -116,6 +117,9 @@ class MonitorApp(App[int]):
         self._palette: tuple[str, dict[str, Style]] = ("", {})
         for theme in OURS:
             self.register_theme(theme)
+        if self.no_color:
+            # Textual turns colours into greys, and with a theme of 16 colours into black on black
+            self._filters = [NoColor() if isinstance(f, Monochrome) else f for f in self._filters]
         self.settings.check(self.available_themes, self.binding_ids())
         self.theme = self.settings.theme
         if self.settings.keys:
@@ -426,7 +430,7 @@ class MonitorApp(App[int]):
         self.notify(say(text), severity=severity, timeout=4, markup=False)
 
     def action_command_palette(self) -> None:
-        if not CommandPalette.is_open(self):
+        if not CommandPalette.is_open(cast("App[object]", self)):
             self.push_screen(CommandPalette(placeholder="a page, an action, a session, an engine", id="--command-palette"))
 
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:

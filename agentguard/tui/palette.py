@@ -43,18 +43,19 @@ _ROLES: dict[Role, tuple[str, float, bool]] = {
 
 
 def role_styles(variables: Mapping[str, str], ansi: bool, no_color: bool) -> dict[str, Style]:
-    """A style per role, and "cursor", which lies over the others. With the terminal's own 16 colours nothing can be mixed: what is
-    fainter is dim, and the cursor is reversed."""
+    """A style per role, and "cursor", which lies over the others. With the terminal's own 16 colours, or none, nothing can be mixed:
+    what is fainter is dim, and the cursor is reversed."""
+    plain = ansi or no_color
     ground = Color.parse(variables["background"])
     styles: dict[str, Style] = {}
     for role, (name, share, bold) in _ROLES.items():
         colour = Color.parse(variables[name])
-        if not ansi:
+        if not plain:
             colour = ground.blend(colour, share, alpha=1.0)
         styles[role] = Style(
-            color=colour.rich_color, bgcolor=ground.rich_color, bold=bold or None, dim=(ansi and share < 1) or None
+            color=colour.rich_color, bgcolor=ground.rich_color, bold=bold or None, dim=(plain and share < 1) or None
         )
-    if ansi or no_color:
+    if plain:
         styles["cursor"] = Style(bold=True, reverse=True)
     else:
         styles["cursor"] = Style(bold=True, bgcolor=Color.parse(variables["panel"]).rich_color)

@@ -1,0 +1,186 @@
+"""The state of a gateway at intervals, for monitors: `GET /guard/v1/watch`.
+
+A monitor of 500 sessions does not want 15,000 verification rows a second. It gets one frame an interval: sums of the rounds, the
+steps that run, the economics, the engine's own metrics, and every other event as it was. The first frame tells the past that a
+monitor would otherwise not know. Bounded: `WATCHERS` readers, `EVENTS` events a frame, `SESSIONS` sessions of the past.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator, Iterator
+
+import msgspec
+import structlog
+
+from agentguard.economics.report import report
+from agentguard.engines.base import Engine
+from agentguard.errors import AgentGuardError, ConfigError
+from agentguard.events import (
+    EconomicsReport,
+    EngineMetrics,
+    Event,
+    RunningStep,
+    SessionSeen,
+    StepsRunning,
+    VerificationStep,
+    WatchFrame,
+    arm_reports,
+)
+from agentguard.middleware import Guard
+from agentguard.session import Session
+from agentguard.telemetry import exposition
+from agentguard.telemetry.rounds import RoundCollector
+
+logger = structlog.get_logger(__name__)
+WATCHERS = 16
+EVENTS = 4096
+SESSIONS = 500
+LATEST = 12
+"""Steps told of each session of the past."""
+SCRAPE_S = 1.0
+ECONOMICS_S = 1.0
+"""The shortest time between two scrapes of the engine, and two reports; several watchers share them."""
+SHORTEST_S, LONGEST_S = 0.25, 10.0
+_encode = msgspec.json.Encoder().encode
+
+
+def interval_of(text: str | None) -> float:
+    """The asked interval in seconds. Raises ConfigError."""
+    try:
+        seconds = float(text) if text is not None else 1.0
+    except ValueError:
+        seconds = float("nan")
+    if not SHORTEST_S <= seconds <= LONGEST_S:
+        raise ConfigError("interval", text, f"seconds from {SHORTEST_S:g} to {LONGEST_S:g}")
+    return seconds
+
+
+class Watch:
+    """What the watchers of one gateway share."""
+
+    def __init__(self, guard: Guard) -> None:
+        self.guard = guard
+        self.watchers = 0
+        self._scrape = _Scrape(guard.engine)
+        self._economics: tuple[float, EconomicsReport] | None = None
+
+    def full(self) -> bool:
+        return self.watchers >= WATCHERS
+
+    async def frames(self, interval_s: float) -> AsyncIterator[bytes]:
+        """Server-sent events, the first at once. Ends when it is closed."""
+        guard = self.guard
+        self.watchers += 1
+        reader = _Reader()
+        try:
+            with guard.hub.sink(reader.take):
+                yield b": agentguard watch\n\n"
+                past: list[Event] = list(self._past())
+                before = time.monotonic()
+                due = before
+                while True:
+                    measured = await self._scrape.events()
+                    now = time.monotonic()
+                    events, dropped = reader.drain(time.time(), now - before)
+                    before = now
+                    frame = WatchFrame(
+                        t=time.time(), interval_s=interval_s, dropped=dropped,
+                        events=[*past, *events, *measured, self._report(now), self._running()],
+                    )  # fmt: skip
+                    past = []
+                    yield b"data: " + _encode(frame) + b"\n\n"
+                    due = max(due + interval_s, time.monotonic())
+                    await asyncio.sleep(due - time.monotonic())
+        finally:
+            self.watchers -= 1
+
+    def _past(self) -> Iterator[Event]:
+        guard = self.guard
+        yield guard.ready()
+        yield from guard.learning.values()
+        if guard.died is not None:
+            yield guard.died
+        for session in itertools.islice(reversed(list(guard.sessions)), SESSIONS):
+            if session.finished:
+                yield _seen(session)
+
+    def _report(self, now: float) -> EconomicsReport:
+        if self._economics is None or now - self._economics[0] >= ECONOMICS_S:
+            rows = arm_reports(report(self.guard.ledger)["rows"])
+            self._economics = (now, EconomicsReport(t=time.time(), rows=rows))
+        return self._economics[1]
+
+    def _running(self) -> StepsRunning:
+        steps = []
+        for request, (_, step) in self.guard.running.items():
+            begun, tally = self.guard.begun[request], step.tally
+            steps.append(
+                RunningStep(
+                    session=begun.session, step=begun.step, request=request, think_tokens=tally.think, answer_tokens=tally.answer,
+                    inside=tally.inside, rule=begun.rule, prompt_tokens=begun.prompt_tokens, budget=begun.budget,
+                    think_cap=step.controller.cap.think_cap, bound_by=begun.bound_by, arm=begun.arm, workload=begun.workload,
+                    started=begun.t,
+                )
+            )  # fmt: skip
+        return StepsRunning(t=time.time(), steps=steps)
+
+
+class _Reader:
+    """What one watcher has not been told yet."""
+
+    def __init__(self) -> None:
+        self._events: list[Event] = []
+        self._rounds = RoundCollector()
+        self._dropped = 0
+
+    def take(self, event: Event) -> None:
+        if isinstance(event, VerificationStep):
+            self._rounds.add(event)
+            return
+        self._rounds.see(event)
+        if len(self._events) < EVENTS:
+            self._events.append(event)
+        else:
+            self._dropped += 1
+
+    def drain(self, t: float, span_s: float) -> tuple[list[Event], int]:
+        events, self._events = self._events, []
+        dropped, self._dropped = self._dropped, 0
+        return [*events, *self._rounds.take(t, span_s)], dropped
+
+
+class _Scrape:
+    """The engine's own metrics, asked for at most once in `SCRAPE_S` however many watch."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._lock = asyncio.Lock()
+        self._at = float("-inf")
+        self._latest: list[EngineMetrics] = []
+
+    async def events(self) -> list[EngineMetrics]:
+        async with self._lock:
+            if time.monotonic() - self._at >= SCRAPE_S * 0.9:
+                self._latest = await self._ask()
+                self._at = time.monotonic()
+            return self._latest
+
+    async def _ask(self) -> list[EngineMetrics]:
+        try:
+            text = await self._engine.metrics()
+            return [] if text is None else await asyncio.to_thread(exposition.read, text, time.time())
+        except AgentGuardError as error:
+            return [EngineMetrics(t=time.time(), engine="", error=str(error))]
+        except ValueError as error:
+            logger.warning("metrics_unreadable", error=str(error))
+            return []
+
+
+def _seen(session: Session) -> SessionSeen:
+    return SessionSeen(
+        t=time.time(), session=str(session.identity), steps=session.steps_started, tokens=session.tokens,
+        think_tokens=session.think_tokens, closes=session.closes, latest=session.finished[-LATEST:],
+    )  # fmt: skip
