@@ -342,7 +342,7 @@ class MonitorApp(App[int]):
             self.tell(f"recorded in {self._shown.recording}", again=True)
         else:
             path = Path(f"agentguard-{time.strftime('%Y%m%d-%H%M%S')}.jsonl")
-            await asyncio.to_thread(self.monitor.start_recording, path)
+            self.monitor.start_recording(path)
             self.tell(f"recording to {path}", again=True)
         self.action_refresh()
 

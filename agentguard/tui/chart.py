@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from agentguard.tui.glyphs import GLYPHS
-from agentguard.tui.lines import Line, Span
+from agentguard.tui.lines import Line, Span, merged
 from agentguard.tui.palette import Role
 
 Values: TypeAlias = Sequence[float | None]
@@ -143,10 +143,4 @@ def bar(parts: Sequence[tuple[float, str, Role]], width: int, total: float, mark
     cells += [(" ", "text")] * (width - len(cells))
     if mark is not None and total > 0:
         cells[max(0, min(width - 1, round(width * mark / total) - (1 if mark >= total else 0)))] = (sign, "cut")
-    spans: list[Span] = []
-    for text, role in cells:
-        if spans and spans[-1][1] == role:
-            spans[-1] = (spans[-1][0] + text, role)
-        else:
-            spans.append((text, role))
-    return tuple(spans)
+    return merged(cells)

@@ -7,7 +7,7 @@ meaning is told by colour alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal, Protocol, TypeAlias, cast
 
 from rich.cells import cell_len, set_cell_size
@@ -93,10 +93,21 @@ def wrap(spans: Line, width: int, height: int) -> list[Line]:
     return done + [BLANK] * (height - len(done))
 
 
+def merged(spans: Iterable[Span]) -> Line:
+    """Neighbours of one role as one span."""
+    done: list[Span] = []
+    for text, role in spans:
+        if done and done[-1][1] == role:
+            done[-1] = (done[-1][0] + text, role)
+        else:
+            done.append((text, role))
+    return tuple(done)
+
+
 def _trimmed(line: list[Span]) -> Line:
     if line:
         line[-1] = (line[-1][0].rstrip(), line[-1][1])
-    return tuple(line)
+    return merged(line)
 
 
 class HasRoles(Protocol):

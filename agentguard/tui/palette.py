@@ -43,7 +43,7 @@ _ROLES: dict[Role, tuple[str, float, bool]] = {
 
 
 def role_styles(variables: Mapping[str, str], ansi: bool, no_color: bool) -> dict[str, Style]:
-    """A style per role, and "cursor", which lies over the others. With the terminal's own 16 colours, or none, nothing can be mixed:
+    """A style per role, and "cursor", which lies over the others. With the terminal's own 16 colours, or none, nothing is mixed:
     what is fainter is dim, and the cursor is reversed."""
     plain = ansi or no_color
     ground = Color.parse(variables["background"])

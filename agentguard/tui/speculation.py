@@ -76,7 +76,28 @@ def position_panel(view: View, width: int, height: int) -> list[Line]:
             (f"{i + 1:>3} ", "dim"), *bar(((share, "█", "length"),), inner, 1.0, strict), (f" {percent(share):>4}", "text"),
             (f" {percent(strict):>6}", "cut"),
         ))  # fmt: skip
+    if len(spec.by_position) > height - 1:
+        lines[-1] = ((f"and {len(spec.by_position) - height + 2} more positions", "dim"),)
     return _filled(lines, height)
+
+
+def coarser(bins: Sequence[Bin], most: int) -> tuple[Bin, ...]:
+    """At most ``most`` bins: neighbours together where there are more, so that none is left out."""
+    if len(bins) <= most or most < 1:
+        return tuple(bins)
+    size = -(-len(bins) // most)
+    groups = [bins[i : i + size] for i in range(0, len(bins), size)]
+    return tuple(
+        Bin(
+            group[0].low,
+            group[-1].high,
+            sum(b.strict for b in group),
+            sum(b.relaxed for b in group),
+            sum(b.cut for b in group),
+            sum(b.rejected for b in group),
+        )
+        for group in groups
+    )
 
 
 def histogram(title: str, bins: Sequence[Bin], labels: Sequence[str], width: int, height: int, cut: Sequence[bool]) -> list[Line]:
@@ -91,7 +112,7 @@ def histogram(title: str, bins: Sequence[Bin], labels: Sequence[str], width: int
     total = max(b.strict + b.relaxed + b.cut + b.rejected for b in bins) or 1
     size = max(len(label) for label in labels)
     inner = max(4, width - size - 9)
-    for b, label, shaded in list(zip(bins, labels, cut, strict=True))[: height - 1]:
+    for b, label, shaded in zip(bins, labels, cut, strict=True):
         parts: list[tuple[float, str, Role]] = [
             (b.strict, STRICT, "length"), (b.relaxed, RELAXED, "accent"), (b.cut, CUT, "warn"), (b.rejected, REJECTED, "dim"),
         ]  # fmt: skip
@@ -111,7 +132,7 @@ def histogram(title: str, bins: Sequence[Bin], labels: Sequence[str], width: int
 
 def probability_panel(view: View, width: int, height: int) -> list[Line]:
     spec = speculation_of(view)
-    bins = spec.probability if spec is not None else ()
+    bins = coarser(spec.probability, height - 1) if spec is not None else ()
     p_min = spec.p_min if spec is not None else None
     title = "target probability" if p_min is None else f"target probability, filter p ≥ {p_min:g}"
     return histogram(
@@ -122,7 +143,7 @@ def probability_panel(view: View, width: int, height: int) -> list[Line]:
 
 def rank_panel(view: View, width: int, height: int) -> list[Line]:
     spec = speculation_of(view)
-    bins = spec.rank if spec is not None else ()
+    bins = coarser(spec.rank, height - 1) if spec is not None else ()
     top_k = spec.top_k if spec is not None else None
     title = "target rank" if top_k is None else f"target rank, filter top {top_k}"
     return histogram(

@@ -145,7 +145,7 @@ async def test_no_color_takes_colours_away_and_leaves_every_state_readable(theme
         for text, _ in SESSION_STATES.values():
             assert any(text in line for line in run.text)
         # the cursor's row is told by its sign and by reverse video
-        assert run.text[5].startswith("▶")
+        assert run.text[6].startswith("▶")
         assert " reverse" in dump(run.app)
 
 
