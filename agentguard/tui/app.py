@@ -195,10 +195,16 @@ class MonitorApp(App[int]):
             self.redraw()
 
     def view(self) -> View:
-        screen = self.screen
-        page = screen.NAME if isinstance(screen, Page) else ""
+        page = self.page_in_front
         return View(
-            self._shown, page, self._paused, self.options.readonly, self.options.content, self._broken, self._utc, self._engine
+            self._shown,
+            page.NAME if page is not None else "",
+            self._paused,
+            self.options.readonly,
+            self.options.content,
+            self._broken,
+            self._utc,
+            self._engine,
         )
 
     def redraw(self) -> None:
@@ -217,7 +223,7 @@ class MonitorApp(App[int]):
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """False hides a key where it means nothing, None greys out one that is not allowed."""
-        page = self.screen if isinstance(self.screen, Page) else None
+        page = self.page_in_front
         name = page.NAME if page is not None else ""
         if action in ("close_trace", "limit"):
             if name not in ("sessions", "session", "events"):
@@ -242,7 +248,8 @@ class MonitorApp(App[int]):
 
     @property
     def page_in_front(self) -> Page | None:
-        return self.screen if isinstance(self.screen, Page) else None
+        """The page, also under a dialog or the palette."""
+        return next((screen for screen in reversed(self.screen_stack) if isinstance(screen, Page)), None)
 
     async def action_page(self, name: str) -> None:
         if self.current_mode != name:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from textual.binding import Binding, BindingType
 from textual.widget import Widget
@@ -55,19 +55,22 @@ class Events(Page):
 
     def __init__(self) -> None:
         super().__init__()
+        self.table: Table[Shown] = Table(
+            EVENTS, lambda s: str(s.event.number), empty="nothing has happened yet", follow=True, id="events"
+        )
         self.needle = ""
         self.level = 0
 
     def body(self) -> Sequence[Widget]:
         return (
             Panel(self._title, id="table-title", classes="title"),
-            Table(EVENTS, lambda s: str(s.event.number), empty="nothing has happened yet", follow=True, id="events"),
+            self.table,
             Panel(self._whole, id="event"),
         )
 
     @property
-    def table(self) -> Table[Shown]:
-        return self.query_one("#events", Table)
+    def main_table(self) -> Table[Any] | None:
+        return self.table
 
     def _title(self, view: View, width: int, height: int) -> list[Line]:
         parts: list[Line] = [

@@ -83,12 +83,15 @@ class Help(Page):
     NAME = "help"
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "app.page('overview')", "Back", key_display="Esc", id="help.back")]
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.text = Panel(lambda view, width, height: help_lines(view, width), id="help-text")
+
     def body(self) -> Sequence[Widget]:
-        return (VerticalScroll(Panel(lambda view, width, height: help_lines(view, width), id="help-text"), id="help-scroll"),)
+        return (VerticalScroll(self.text, id="help-scroll"),)
 
     def show(self, view: View) -> None:
-        panel = self.query_one("#help-text", Panel)
-        width = panel.size.width
+        width = self.text.size.width
         if width:
-            panel.styles.height = len(help_lines(view, width))
+            self.text.styles.height = len(help_lines(view, width))
         super().show(view)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from textual.app import ComposeResult
 from textual.widget import Widget
@@ -17,16 +18,20 @@ LINES = 6
 class Mini(Page):
     NAME = "mini"
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.table: Table[FleetRow] = Table(FLEET, lambda row: row.row.key, empty="no server yet", id="fleet")
+
     def compose(self) -> ComposeResult:
         yield Panel(verdict_lines, id="verdict")
-        yield Table(FLEET, lambda row: row.row.key, empty="no server yet", id="fleet")
+        yield self.table
 
     def body(self) -> Sequence[Widget]:
         return ()
 
     @property
-    def table(self) -> Table[FleetRow]:
-        return self.query_one("#fleet", Table)
+    def main_table(self) -> Table[Any] | None:
+        return self.table
 
     def show(self, view: View) -> None:
         self.table.show_rows(fleet(view.snapshot))

@@ -243,17 +243,21 @@ class Overview(Page):
     NAME = "overview"
     BINDINGS: ClassVar[list[BindingType]] = [Binding("enter", "open", "Speculation", key_display="Enter", id="overview.open")]
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.table: Table[FleetRow] = Table(FLEET, lambda row: row.row.key, empty="no server yet", id="fleet")
+
     def body(self) -> Sequence[Widget]:
         return (
-            Table(FLEET, lambda row: row.row.key, empty="no server yet", id="fleet"),
+            self.table,
             Panel(engine_lines, id="engine"),
             Horizontal(Panel(lambda_chart, id="lambda-chart"), Panel(accepted_chart, id="accepted-chart"), id="charts"),
             Panel(latest_events, id="latest"),
         )
 
     @property
-    def table(self) -> Table[FleetRow]:
-        return self.query_one("#fleet", Table)
+    def main_table(self) -> Table[Any] | None:
+        return self.table
 
     def show(self, view: View) -> None:
         self.table.show_rows(fleet(view.snapshot))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from textual import on
 from textual.binding import Binding, BindingType
@@ -19,6 +19,7 @@ from agentguard.tui.glyphs import words
 from agentguard.tui.lines import Line, Span, fit, wrap
 from agentguard.tui.table import Column, Table
 
+EMPTY = "no session yet; agents send their session id as X-Session-Id"
 SPARK = 12
 """Steps of the think sparkline."""
 RANK = ("stopped", "failed", "looping", "lost", "growing", "filling", "running", "idle")
@@ -144,20 +145,19 @@ class Sessions(Page):
 
     def __init__(self) -> None:
         super().__init__()
+        self.table: Table[At] = Table(SESSIONS, lambda a: a.row.key, empty=EMPTY, id="sessions")
         self.needle = ""
 
     def body(self) -> Sequence[Widget]:
         return (
             Panel(self._title, id="table-title", classes="title"),
-            Table(
-                SESSIONS, lambda a: a.row.key, empty="no session yet; agents send their session id as X-Session-Id", id="sessions"
-            ),
+            self.table,
             Panel(lambda view, w, h: session_lines(self._selected(view), view, w, h), id="session"),
         )
 
     @property
-    def table(self) -> Table[At]:
-        return self.query_one("#sessions", Table)
+    def main_table(self) -> Table[Any] | None:
+        return self.table
 
     def _selected(self, view: View) -> SessionRow | None:
         row = self.table.cursor_row
@@ -264,19 +264,20 @@ class SessionDetail(Page):
 
     def __init__(self, key: str) -> None:
         super().__init__()
+        self.table: Table[Step] = Table(STEPS, lambda s: str(s.bar.step), empty="no step yet", follow=True, id="steps")
         self.key = key
 
     def body(self) -> Sequence[Widget]:
         return (
             Panel(lambda view, w, h: session_lines(view.session_row(self.key), view, w, h), id="session"),
             Panel(self._context_line, id="context", classes="title"),
-            Table(STEPS, lambda s: str(s.bar.step), empty="no step yet", follow=True, id="steps"),
+            self.table,
             Panel(self._tail, id="tail"),
         )
 
     @property
-    def table(self) -> Table[Step]:
-        return self.query_one("#steps", Table)
+    def main_table(self) -> Table[Any] | None:
+        return self.table
 
     def _context_line(self, view: View, width: int, height: int) -> list[Line]:
         session = view.session_row(self.key)

@@ -66,7 +66,7 @@ def cell_spans(cell: Span | Line, width: int, align: Literal["left", "right"]) -
     return (*spans, pad) if align == "left" else (pad, *spans)
 
 
-class Table(Painter, ScrollView, Generic[R], can_focus=True):
+class Table(ScrollView, Painter, Generic[R], can_focus=True):
     """Rows of type R, each with a key that does not change."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -150,14 +150,18 @@ class Table(Painter, ScrollView, Generic[R], can_focus=True):
         else:
             self._at = self._where(self._cursor)
             self._cursor = self._keys[self._at]
-        size = Size(self.size.width, len(self._rows) + 1)
-        if size != self.virtual_size:
-            self.virtual_size = size
+        self._measure()
         if at_end and self._rows:
             self._bring_into_view()
         self._repaint()
         if self._cursor != before:
             self.post_message(self.Moved(self, self._cursor))
+
+    def _measure(self) -> None:
+        size = Size(self.size.width - 1, len(self._rows) + 1)
+        if size != self.virtual_size:
+            self.virtual_size = size
+            self._scroll_update(size)  # shows or hides the scroll bar, as Textual's OptionList does it
 
     def _where(self, key: str | None) -> int:
         if self._at < len(self._keys) and self._keys[self._at] == key:
@@ -204,7 +208,8 @@ class Table(Painter, ScrollView, Generic[R], can_focus=True):
     # painting
 
     def fitted(self) -> list[tuple[Column[R], int]]:
-        width = self.size.width
+        """The columns in view. The last cell is the scroll bar's, also while there is none, so that nothing moves."""
+        width = self.size.width - 1
         if self._fitted[0] != width:
             self._fitted = (width, choose(self._columns, width))
         return self._fitted[1]
@@ -213,7 +218,8 @@ class Table(Painter, ScrollView, Generic[R], can_focus=True):
         spans: list[Span] = [(" " * CURSOR, "title")]
         for column, width in self.fitted():
             sign = "" if column.key != self.sort_by else ("▼" if self.descending else "▲")
-            spans += [(fit(words(column.title) + sign, width, column.align), "title"), (" " * GAP, "title")]
+            title = fit(words(column.title)[: width - len(sign)] + sign, width, column.align)
+            spans += [(title, "title"), (" " * GAP, "title")]
         return tuple(spans[:-1])
 
     def line(self, row: int) -> Line:
@@ -254,7 +260,7 @@ class Table(Painter, ScrollView, Generic[R], can_focus=True):
         return [self.head(), *(self.line(self.scroll_offset.y + y) for y in range(self.size.height - 1))]
 
     def on_resize(self) -> None:
-        self.virtual_size = Size(self.size.width, len(self._rows) + 1)
+        self._measure()
         self._painted.clear()
         self._bring_into_view()
 

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
+from unittest.mock import patch
 
 from rich.color import Color
 from rich.style import Style
@@ -59,6 +60,13 @@ class Running:
         """The screen's lines, blanks at the end cut."""
         return [text.rstrip() for text in lines(self.app)]
 
+    async def delivered(self) -> None:
+        """Until a file that was asked for is written: Textual writes it in a thread, and tells."""
+        while not any(n.startswith(("written", "not written")) for n in self.notices):
+            await self.pilot.pause(0.01)
+        self.app.clear_notifications()
+        await self.settle()
+
     @property
     def notices(self) -> list[str]:
         return [n.message for n in self.app._notifications]
@@ -72,10 +80,16 @@ async def running(
     """The feed's clock never ticks by itself: an hour lies between two samples, and tests ask for them."""
     monitor = scene if isinstance(scene, SceneMonitor) else SceneMonitor(scene)
     app = MonitorApp(Options(**({"interval_s": 3600.0} | options)), monitor.open, Settings(theme, keys or {}), utc=True)
-    async with app.run_test(size=size) as pilot:
-        run = Running(app, pilot, monitor)
-        await run.settle()
-        yield run
+    # Textual's pilot waits for 20 ms of idle CPU after each key; `settle` waits for what is left to do instead
+    with patch("textual.app.wait_for_idle", _at_once), patch("textual.pilot.wait_for_idle", _at_once):
+        async with app.run_test(size=size) as pilot:
+            run = Running(app, pilot, monitor)
+            await run.settle()
+            yield run
+
+
+async def _at_once(*_: float) -> None:
+    await asyncio.sleep(0)
 
 
 def lines(app: MonitorApp) -> list[str]:
