@@ -18,23 +18,17 @@ _SCENARIO = "healthy"
 
 @click.command()
 @click.option(
-    "--gateway", "gateways", metavar="URL", multiple=True, help="A gateway to watch; may be given again. [default: :8484]"
+    "--gateway", "gateways", metavar="URL", multiple=True, help="A gateway; may be given again. [default: port 8484 here]"
 )
-@click.option(
-    "--metrics", metavar="URL", multiple=True, help="A vLLM server without agentguard, by its /metrics; may be given again."
-)
+@click.option("--metrics", metavar="URL", multiple=True, help="A vLLM server without agentguard; may be given again.")
 @click.option("--api-key", envvar="AGENTGUARD_API_KEY", help="The gateways' key, if they have one.")
 @click.option("--operator-key", envvar="AGENTGUARD_OPERATOR_KEY", help="Key for actions, where the gateway has one of its own.")
 @click.option("--interval", default=1.0, show_default=True, type=click.FloatRange(0.25, 10), help="Seconds between two samples.")
-@click.option(
-    "--window", default=60.0, show_default=True, type=click.FloatRange(5, 3600), help="Seconds that rates are taken over."
-)
+@click.option("--window", default=60.0, show_default=True, type=click.FloatRange(5, 3600), help="Seconds rates are taken over.")
 @click.option("--record", type=click.Path(path_type=Path, dir_okay=False), help="Write what is watched to this file.")
 @click.option("--replay", type=click.Path(path_type=Path, dir_okay=False), help="Play a recording instead of watching.")
 @click.option("--speed", default=1.0, show_default=True, type=click.FloatRange(0.1, 100), help="Speed of --replay and --demo.")
-@click.option(
-    "--demo", metavar="[SCENARIO]", is_flag=False, flag_value=_SCENARIO, help="Play a scenario of the built-in simulator."
-)
+@click.option("--demo", metavar="[SCENARIO]", is_flag=False, flag_value=_SCENARIO, help="Play a scenario of the simulator.")
 @click.option("--seed", default=0, show_default=True, type=click.IntRange(0), help="Seed of the simulator.")
 @click.option("--once", is_flag=True, help="Print one snapshot after two samples and end; status 1 for an alarm, 3 for no answer.")
 @click.option("--json", "as_json", is_flag=True, help="With --once: print JSON.")

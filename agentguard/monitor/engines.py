@@ -85,7 +85,7 @@ class EngineState:
         self._steps: Ring[_Steps] = Ring(window_s, _Steps)
         self._ttlt: deque[tuple[float, float]] = deque(maxlen=STEPS_KEPT)
         self._points: deque[Point] = deque(maxlen=POINTS)
-        self._progress: tuple[float, float] = (0.0, now)
+        self._progress: tuple[float | None, float] = (None, now)
         self._drafts: dict[str, float] = {}
         self._alarms = {"kv": Alarm(KV_USE_SHARE), "waiting": Alarm(WAITING_PER_RUNNING), "stalled": Alarm(STALLED_S)}
 
@@ -146,8 +146,8 @@ class EngineState:
             return ("down" if now - self.trouble_t >= stale_s else "stale"), self.trouble
         running, waiting = self._sum("running"), self._sum("waiting")
         kv = self._max("kv_use")
-        grown = self._grown("tokens_out") or 0.0
-        if grown != self._progress[0] or not running:
+        grown = self._grown("tokens_out")
+        if grown != self._progress[0] or grown is None or not running:
             self._progress = (grown, now)
         alarms = self._alarms
         alarms["kv"].update(kv, now)

@@ -25,16 +25,18 @@ class Log:
         self, t: float, severity: Severity, kind: str, text: str, *, same: str = "", engine: str = "", session: str = "",
         request: str = "",
     ) -> None:  # fmt: skip
-        """``same``: events of one kind and engine with the same word here are one line for `DEDUPE_S` from the first; its text and
-        time are the latest's."""
+        """``same``: events of one kind and engine with the same word here are one line for `DEDUPE_S` from the first; its text is
+        the latest's."""
         key = (kind, engine, same or text)
         first, number = self._open.get(key, (0.0, 0))
         line = self._lines.get(number)
         self._shown = None
         if line is not None and t - first < DEDUPE_S:
-            self._lines[number] = replace(line, t=t, text=text, severity=severity, session=session, request=request, n=line.n + 1)
+            self._lines[number] = replace(
+                line, last_t=t, text=text, severity=severity, session=session, request=request, n=line.n + 1
+            )  # fmt: skip
             return
-        self._lines[self._next] = EventLine(self._next, t, severity, kind, text, engine, session, request)
+        self._lines[self._next] = EventLine(self._next, t, severity, kind, text, engine, session, request, 1, t)
         self._open.pop(key, None)
         self._open[key] = (t, self._next)
         self._next += 1

@@ -263,8 +263,7 @@ class Model:
 
     def _closed(self, source: _Source, event: TraceClosed, now: float) -> None:
         engine = self._engine(source)
-        self.sessions.closed(source.name, event, now)
-        entry = self.sessions.entry(source.name, event.session, now)
+        entry = self.sessions.closed(source.name, event, now)
         bad = event.reason in _BAD_CLOSES
         where = f"{event.think_tokens} of {event.cap} tokens ({event.reason}, by {event.how})"
         text = f"{entry.id} step {event.step}: trace closed at {where}"
@@ -334,7 +333,7 @@ class Model:
         source.state, source.since_t = state, now
         if state == "ok":
             text = f"{source.name} answers" if first else f"{source.name} is back"
-            self.log.say(now, "good", "source", text, same=f"{source.name} ok")
+            self.log.say(now, "good", "source", text, same=f"{source.name} {'answers' if first else 'back'}")
         else:
             text = f"{source.name} is {state}: {source.error or f'nothing came for {silent:.0f} s'}"
             self.log.say(now, "alarm" if state == "down" else "warning", "source", text, same=f"{source.name} {state}")

@@ -44,7 +44,8 @@ def _line(engine: EngineRow) -> str:
     interval = "—" if ratio is None else f"{ratio.value:.2f} [{ratio.low:.2f}, {_number(ratio.high, 2)}]"
     window = "—" if engine.window_s is None else f"{engine.window_s:.0f} s"
     parts = [
-        f"{engine.name}: {engine.state}", f"ℓ {_number(engine.accepted_length, 2)}", f"gain {_number(engine.gain, 2)}", f"λ {interval}",
+        f"{engine.name}: {engine.state}", f"ℓ {_number(engine.accepted_length, 2)}", f"gain {_number(engine.gain, 2)}",
+        f"λ {interval}",
         f"{_number(engine.tokens_out_per_s, 1)} tok/s out", f"{_number(engine.running, 0)} running",
         f"{_number(engine.waiting, 0)} waiting", f"KV {_number(None if engine.kv_use is None else 100 * engine.kv_use, 0)} %",
         f"over {window}",

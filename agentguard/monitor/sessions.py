@@ -219,7 +219,7 @@ class SessionStates:
         entry.think_total, entry.closes = event.think_tokens, event.closes
         return entry
 
-    def closed(self, source: str, event: TraceClosed, t: float) -> None:
+    def closed(self, source: str, event: TraceClosed, t: float) -> SessionEntry:
         entry = self.entry(source, event.session, t)
         entry.touch(t)
         bar = entry.running.get(event.request)
@@ -228,6 +228,7 @@ class SessionStates:
                 bar, think_tokens=event.think_tokens, closed=event.reason, cap=event.cap if bar.cap is None else bar.cap
             )
             entry.phases[event.request] = "answering"
+        return entry
 
     def advised(self, source: str, event: CompactionAdvised, t: float) -> None:
         entry = self.entry(source, event.session, t)

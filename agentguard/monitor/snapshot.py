@@ -306,8 +306,8 @@ class Speculation:
 
 @dataclass(frozen=True, slots=True)
 class EventLine:
-    """One line of the event log. ``n``: how often it happened within 60 s, shown once; ``number`` grows by one a line and is its
-    identity."""
+    """One line of the event log. ``n``: how often it happened within 60 s from ``t``, shown once, the last time at ``last_t``;
+    ``number`` grows by one a line and is its identity."""
 
     number: int
     t: float
@@ -319,6 +319,7 @@ class EventLine:
     session: str = ""
     request: str = ""
     n: int = 1
+    last_t: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
