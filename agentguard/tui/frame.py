@@ -105,10 +105,10 @@ def head_line(view: View, width: int) -> Line:
     right: list[Line] = []
     playback = snapshot.playback
     if playback is not None:
-        sign = "■ end" if playback.ended else "⏸" if playback.paused else "⏵"
+        sign = "■ end" if playback.ended else "‖" if playback.paused else "▶"
         right.append(((f"{sign} {number(playback.speed, 1).removesuffix('.0')}×", "accent"),))
     elif view.paused:
-        right.append((("⏸ paused", "accent"),))
+        right.append((("‖ paused", "accent"),))
     if snapshot.recording is not None:
         right.append((("● rec", "bad"),))
     right.append((source_state(view),))

@@ -77,7 +77,7 @@ async def quits(run: Running) -> None:
 @key("app.pause")
 async def pauses(run: Running) -> None:
     await run.press("space")
-    assert "⏸ paused" in run.text[0]
+    assert "‖ paused" in run.text[0]
     await run.show(dataclasses.replace(healthy(), verdict=dataclasses.replace(healthy().verdict, text="something else")))
     assert "speculation pays" in run.text[1]
     await run.press("space")
@@ -333,12 +333,12 @@ async def scrubs_a_replay(run: Running) -> None:
     assert run.monitor.calls[-1] == ("seek", T - 100)
     await run.press("greater_than_sign")
     assert run.monitor.calls[-1] == ("speed", 2.0)
-    assert "⏵ 2×" in run.text[0]
+    assert "▶ 2×" in run.text[0]
     await run.press("less_than_sign", "less_than_sign")
     assert run.monitor.calls[-1] == ("speed", 0.5)
     await run.press("space")
     assert run.monitor.calls[-1] == ("paused", True)
-    assert "⏸ 0.5×" in run.text[0]
+    assert "‖ 0.5×" in run.text[0]
     await run.press("space")
     assert run.monitor.calls[-1] == ("paused", False)
 
@@ -404,7 +404,7 @@ async def test_the_same_notice_is_shown_once_in_a_while() -> None:
         ("engine qwen3-8b/2", lambda run: run.app.view().engine == TWO),
         ("theme agentguard-cb", lambda run: run.app.theme == "agentguard-cb"),
         ("read every 2 s", lambda run: run.monitor.calls == [("interval", 2.0)]),
-        ("pause the screen", lambda run: "⏸ paused" in run.text[0]),
+        ("pause the screen", lambda run: "‖ paused" in run.text[0]),
         ("pin an arm", lambda run: isinstance(run.app.screen, Choose)),
         ("record to a file", lambda run: run.monitor.calls == [("record", ".jsonl")]),
     ],
