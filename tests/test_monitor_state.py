@@ -591,6 +591,26 @@ def test_what_is_kept_is_flat_over_a_million_events() -> None:
     assert max(one["log"] for one in held) <= 2 * KEPT
 
 
+def test_requests_that_name_their_rules_are_measured_by_rule() -> None:
+    """As those of the demo: λ is the ratio of tokens a step, gain that of tokens a round, and no verdict follows."""
+    w = Watched(GATEWAY)
+    w.model.take(GATEWAY, ready())
+    relaxed = "cactus:delta=1,p_min=0.1,top_k=10"
+    for i in range(20):
+        for rule, tokens, accepted in (("strict", 100, 60), (relaxed, 150, 120)):
+            think = tokens - 42
+            step = finished(f"{rule}{i}", 1, think=think, answer=40, rule=rule, arm="", rounds=40, accepted=accepted, tokens=tokens)
+            w.model.take(GATEWAY, step)
+    w.model.take(GATEWAY, finished("own", 1, rule="strict", arm="strict", rounds=1, accepted=5))  # the gateway's to count
+    row = w.row(GATEWAY)
+    assert (row.arm, row.verdict) == (relaxed, "undecided")
+    assert row.length_ratio is not None
+    assert (row.length_ratio.value, row.gain) == (pytest.approx(1.5), pytest.approx((3 + 1) / (1.5 + 1)))
+    assert w.model.snapshot().verdict.severity == "info"
+    w.model.take(GATEWAY, economics(arm="cactus:delta=9"))  # a gateway with arms of its own speaks for itself
+    assert w.row(GATEWAY).arm == "cactus:delta=9"
+
+
 def test_sessions_are_forgotten_by_number_and_by_idleness() -> None:
     w = Watched(sessions=5)
     for i in range(8):

@@ -12,6 +12,7 @@ import click
 from agentguard.cli.run import run
 
 if TYPE_CHECKING:
+    from agentguard.gateway.server import Stack
     from agentguard.study.closing import Mode
     from agentguard.study.runner import StudyPlan
 
@@ -126,7 +127,6 @@ def tts_command(
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
     from agentguard.errors import ConfigError, nearest
-    from agentguard.gateway.server import Stack
     from agentguard.policy import EngineOptions, Policy
     from agentguard.reference import DRAFTS, reference_model
     from agentguard.study import suites
@@ -226,13 +226,18 @@ def _run(
     with tempfile.TemporaryDirectory() as scratch, Progress(*columns, console=Console(stderr=True)) as progress:
         total = plan.steps if close is None else PILOT + plan.sessions * len(MODES[close])
         task = progress.add_task("starting the engine", total=total)
+
+        def ready(stack: Stack) -> None:
+            progress.update(task, description=f"{plan.suite.name}, seed {plan.seed}")
+            progress.console.print(f"watch it: agentguard tui --gateway {stack.url}")
+
         outcome: Outcome = run(
             run_study(
                 plan,
                 policy,
                 events or Path(scratch, "events.jsonl"),
                 close=close,
-                on_ready=lambda _: progress.update(task, description=f"{plan.suite.name}, seed {plan.seed}"),
+                on_ready=ready,
                 on_step=lambda: progress.advance(task),
             )
         )

@@ -113,7 +113,7 @@ class Ledger:
         self._min_sessions = min_sessions
         self._baseline = dict(baseline) if baseline is not None else None
         self._source = baseline_source
-        self._on_event = on_event
+        self.on_event = on_event
         self._clock = clock
         self._running: OrderedDict[str, tuple[str, str]] = OrderedDict()
         self.pins: dict[tuple[str, str], str] = {}
@@ -231,7 +231,7 @@ class Ledger:
                 continue
             switch.move(verdict, own, control, self._clock())
             self.moved.add(key)
-            self._on_event(self._switched(key, switch, evidence, own, control))
+            self.on_event(self._switched(key, switch, evidence, own, control))
 
     def _control(self, workload: str) -> Control:
         return self._baseline if self._baseline is not None else self.cells.get((workload, STRICT), Cell())

@@ -23,6 +23,7 @@ from agentguard.events import (
     EngineMetrics,
     Event,
     RunningStep,
+    SessionAlarm,
     SessionSeen,
     StepsRunning,
     VerificationStep,
@@ -106,6 +107,11 @@ class Watch:
         for session in itertools.islice(reversed(list(guard.sessions)), SESSIONS):
             if session.finished:
                 yield _seen(session)
+                for alarm in session.alarms(guard.policy.limits):
+                    yield SessionAlarm(
+                        t=time.time(), session=str(session.identity), step=session.steps_started, meter=alarm.meter,
+                        value=alarm.value, limit=alarm.limit, stopped=alarm.stop,
+                    )  # fmt: skip
 
     def _report(self, now: float) -> EconomicsReport:
         if self._economics is None or now - self._economics[0] >= ECONOMICS_S:

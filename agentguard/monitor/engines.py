@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from agentguard.economics.ratios import Ratio
 from agentguard.events import ArmReport, EconomicsReport, EngineMetrics, RatioReport, StepFinished
 from agentguard.monitor.alarms import KV_USE_SHARE, STALLED_S, WAITING_PER_RUNNING, Alarm
+from agentguard.monitor.observed import Observed
 from agentguard.monitor.snapshot import ArmRow, ArmVerdict, EngineRow, Point, Series, Speculation, State
 from agentguard.monitor.speculation import RoundsSlot, SpeculationState
 from agentguard.monitor.windows import Buckets, Growth, History, Ring, merged, percentile, quantile
@@ -70,10 +71,13 @@ class EngineState:
         self.window_tokens: int | None = None
         self.band = (0.80, 0.85)
         self.loads: dict[str, Load] = {}
-        self.arms: tuple[ArmRow, ...] = ()
+        self.told: tuple[ArmRow, ...] = ()
+        """The gateway's economics."""
+        self.observed = Observed()
         self.spec = SpeculationState(window_s)
         self.seen_t: float | None = None
         self.died: str = ""
+        self.died_t = float("-inf")
         self.trouble_t: float | None = None
         self.trouble = ""
         self.state: State = "stale"
@@ -91,19 +95,24 @@ class EngineState:
 
     def held(self) -> int:
         loads = sum(len(load.history) for load in (*self.loads.values(), self.rejections))
-        return len(self._steps) + len(self._ttlt) + len(self._points) + self.spec.held() + loads + len(self.arms)
+        return (
+            len(self._steps) + len(self._ttlt) + len(self._points) + self.spec.held() + loads + len(self.told) + len(self.observed)
+        )
 
     # -- what comes in -------------------------------------------------------------------------------------------------------------
 
-    def alive(self, now: float) -> None:
-        self.seen_t, self.died, self.trouble_t, self.trouble = now, "", None, ""
+    def alive(self, now: float, t: float) -> None:
+        """It does something at its own time ``t``; what it did before it died is no sign of life."""
+        self.seen_t, self.trouble_t, self.trouble = now, None, ""
+        if t >= self.died_t:
+            self.died = ""
 
     def measured(self, event: EngineMetrics, now: float) -> bool:
         """Returns whether the server's counters began anew."""
         if event.error:
             self.trouble, self.trouble_t = event.error, now if self.trouble_t is None else self.trouble_t
             return False
-        self.alive(now)
+        self.alive(now, event.t)
         self.model = self.model or event.model or None
         load = self.loads.get(event.engine)
         if load is None:
@@ -122,13 +131,22 @@ class EngineState:
             self._ttlt.append((now, event.ttlt_s))
 
     def economics(self, report: EconomicsReport) -> None:
-        self.arms = tuple(_arm(row) for row in report.rows)
+        self.told = tuple(_arm(row) for row in report.rows)
+
+    @property
+    def arms(self) -> tuple[ArmRow, ...]:
+        """The gateway's arms; where it has no relaxed one, the rules of the steps that were seen."""
+        if any(arm.arm != STRICT for arm in self.told):
+            return self.told
+        return self.observed.rows(self.model or "") or self.told
 
     # -- how it is -----------------------------------------------------------------------------------------------------------------
 
     def judge(self, source: State, source_why: str, now: float, stale_s: float) -> bool:
         """Work out the state; returns whether it changed."""
         found, why = self._found(source, source_why, now, stale_s)
+        if found in ("stale", "down"):
+            self._progress = (self._progress[0], now)  # nobody could see a token in that time
         changed = found != self.state
         self.since_t = now if changed else self.since_t
         self.state, self.why = found, why

@@ -19,7 +19,7 @@ class Feed:
 
     def __init__(self, model: Model, clock: Callable[[], float] = time.time) -> None:
         self.model = model
-        self._clock = clock
+        self.clock = clock
         self._hub = Hub()
         self._marked = ""
         self._down: set[str] = set()
@@ -50,7 +50,7 @@ class Feed:
         self._marked = source
         if self.recording is not None:
             kind, state = self.model.sources[source].kind, "down" if error else "ok"
-            self._hub.publish(FromSource(t=self._clock(), source=source, kind=kind, state=state, error=error))
+            self._hub.publish(FromSource(t=self.clock(), source=source, kind=kind, state=state, error=error))
 
     def start_recording(self, path: Path) -> None:
         """Raises ConfigError while another one is made. A file that cannot be written is told in the event log."""
@@ -66,7 +66,7 @@ class Feed:
                 started.set()
                 await stop.wait()
         except AgentGuardError as error:
-            self.model.log.say(self._clock(), "alarm", "recording", str(error))
+            self.model.log.say(self.clock(), "alarm", "recording", str(error))
         finally:
             self.recording = None
 

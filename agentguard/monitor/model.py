@@ -163,14 +163,14 @@ class Model:
         fresh = engine.model != event.model or bool(engine.died)
         engine.model, engine.window_tokens = event.model, event.max_model_len
         engine.band = (event.f_min, event.f_max)
-        engine.alive(now)
+        engine.alive(now, event.t)
         if fresh:
             text = f"{words.model(event.model)} is ready, window {event.max_model_len} tokens"
             self.log.say(now, "info", "engine_ready", text, engine=engine.key)
 
     def _died(self, source: _Source, event: EngineDied, now: float) -> None:
         engine = self._engine(source)
-        engine.died = event.reason
+        engine.died, engine.died_t = event.reason, event.t
         self.log.say(now, "alarm", "engine_died", f"engine {event.engine} ended: {event.reason}", engine=engine.key)
 
     def _metrics(self, source: _Source, event: EngineMetrics, now: float) -> None:
@@ -206,7 +206,7 @@ class Model:
 
     def _rounds(self, source: _Source, event: RoundSums, now: float) -> None:
         engine = self._engine(source)
-        engine.alive(now)
+        engine.alive(now, event.t - event.span_s)
         engine.spec.take(event, now)
         if event.lost:
             text = f"{event.lost} telemetry frames of {self._name(engine)} were lost"
@@ -233,6 +233,8 @@ class Model:
     def _acted(self, source: _Source, event: OperatorActed, now: float) -> None:
         text = f"operator: {event.detail} ({event.target})" if event.target else f"operator: {event.detail}"
         self.log.say(now, "info", "operator_acted", text, engine=self._engine(source).key)
+        if event.action == "limit":
+            self.sessions.raised(source.name, event.target)
 
     # -- events: sessions ----------------------------------------------------------------------------------------------------------
 
@@ -246,8 +248,9 @@ class Model:
         engine = self._engine(source)
         engine.step(event, now)
         if not event.error:
-            engine.alive(now)
+            engine.alive(now, event.t)
         entry = self.sessions.finished(source.name, event, now)
+        engine.observed.take(event, entry.observed)
         if event.error and event.error != CANCELLED:
             text = f"{entry.id} step {event.step} failed: {event.error}"
             self.log.say(now, "warning", "step_failed", text, same=event.error, engine=engine.key, session=entry.key)

@@ -7,7 +7,7 @@ import re
 from collections import OrderedDict, deque
 from dataclasses import replace
 
-from agentguard.economics.cells import CANCELLED
+from agentguard.economics.cells import CANCELLED, SessionSums
 from agentguard.events import (
     CompactionAdvised,
     Note,
@@ -50,6 +50,8 @@ class SessionEntry:
         self.compact = False
         self.alarm: SessionAlarm | None = None
         self.error = ""
+        self.observed: dict[str, SessionSums] = {}
+        """Its sums by rule, for `observed.Observed`."""
         self.filling, self.growing = Alarm(CONTEXT_SHARE), Alarm(GROWTH_SHARE)
         self.state: SessionState = "idle"
         self.why = ""
@@ -181,6 +183,8 @@ class SessionStates:
     def finished(self, source: str, event: StepFinished, t: float, *, seen: bool = False) -> SessionEntry:
         """``seen``: the step is of a session's past, and its sums already know it."""
         entry = self.entry(source, event.session, t)
+        if any(bar.request == event.request for bar in entry.bars):
+            return entry
         entry.touch(t)
         entry.model, entry.workload = event.model, event.workload or entry.workload
         entry.arm = event.arm or entry.arm
@@ -188,8 +192,6 @@ class SessionStates:
         entry.phases.pop(event.request, None)
         entry.missing.discard(event.request)
         self.by_request.pop(event.request, None)
-        if any(bar.request == event.request and bar.done for bar in entry.bars):
-            return entry
         rounds, accepted = event.rounds, event.accepted
         entry.bars.append(
             StepBar(
@@ -212,9 +214,10 @@ class SessionStates:
         return entry
 
     def seen(self, source: str, event: SessionSeen, t: float) -> SessionEntry:
-        entry = self.entry(source, event.session, t)
+        ended = max((step.t for step in event.latest), default=event.t)
+        entry = self.entry(source, event.session, t - max(0.0, event.t - ended))
         for step in event.latest:
-            self.finished(source, step, t, seen=True)
+            self.finished(source, step, t - max(0.0, event.t - step.t), seen=True)
         entry.steps, entry.tokens = event.steps, event.tokens
         entry.think_total, entry.closes = event.think_tokens, event.closes
         return entry
@@ -239,6 +242,12 @@ class SessionStates:
         entry = self.entry(source, event.session, t)
         entry.touch(t)
         entry.alarm = event
+
+    def raised(self, source: str, session: str) -> None:
+        entry = self.entries.get(f"{source}|{session}")
+        if entry is not None:
+            entry.alarm = None
+            entry.touch(entry.last_t)
 
     def progress(self, source: str, event: StepsRunning, t: float) -> None:
         """A step that two lists in a row do not name has ended without our hearing of it."""

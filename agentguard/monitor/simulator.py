@@ -217,10 +217,10 @@ class Simulator:
     # -- the beginning -------------------------------------------------------------------------------------------------------------
 
     def _engine(self, model: str) -> _Engine:
-        waiting: list[Event] = []
         arms = Arms(b"simulator", 0.25, (RULE,), (1.0,))
-        book = Ledger(arms, exploration=0.0, min_sessions=20, clock=lambda: self.now, on_event=waiting.append)
-        engine = _Engine(f"sim://{model}", model, book, waiting)
+        book = Ledger(arms, exploration=0.0, min_sessions=20, clock=lambda: self.now)
+        engine = _Engine(f"sim://{model}", model, book)
+        book.on_event = lambda event: engine.waiting.append(event)
         engine.counters = dict.fromkeys(
             ("tokens_in", "tokens_out", "preemptions", "prefix_queries", "prefix_hits", "drafts", "drafted", "accepted",
              "finished/stop", "finished/length"), 0.0,

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -91,7 +90,7 @@ class MetricsSource(_Source):
             if response.status_code != 200:
                 raise SourceError(f"/metrics answered {response.status_code}")
             try:
-                events = await asyncio.to_thread(exposition.read, response.text, time.time())
+                events = await asyncio.to_thread(exposition.read, response.text, self.feed.clock())
             except ValueError as error:
                 raise SourceError(f"/metrics cannot be read: {error}") from None
             if not events:
@@ -140,7 +139,7 @@ class GatewaySource(_Source):
             if response.status_code != 200:
                 raise SourceError(f"/guard/v1/economics answered {response.status_code}")
             rows = arm_reports(response.json()["rows"])
-            self.feed.take(self.name, [EconomicsReport(t=time.time(), rows=rows)], sample=True)
+            self.feed.take(self.name, [EconomicsReport(t=self.feed.clock(), rows=rows)], sample=True)
             self.backoff.worked()
             await self._sleep(ECONOMICS_S)
 

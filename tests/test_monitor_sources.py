@@ -1,0 +1,515 @@
+"""Live sources on real sockets: the watch route of a real gateway, plain servers, outages, recordings, actions, and the command."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+
+from agentguard.errors import ActionRefusedError, EngineError
+from agentguard.events import (
+    EconomicsReport,
+    EngineReady,
+    FromSource,
+    OperatorActed,
+    RoundSums,
+    SessionSeen,
+    StepFinished,
+    StepsRunning,
+    WatchFrame,
+    decode_frame,
+    encode_json,
+)
+from agentguard.gateway import watch as watching
+from agentguard.monitor.feed import Feed
+from agentguard.monitor.live import LiveMonitor, open_monitor
+from agentguard.monitor.model import Model
+from agentguard.monitor.options import Options
+from agentguard.monitor.simulator import Simulator
+from agentguard.monitor.snapshot import Snapshot
+from agentguard.monitor.sources import Backoff, GatewaySource, MetricsSource
+from agentguard.session import Identity
+from agentguard.telemetry.recorder import replay
+from tests.monitor_rig import Clock, Engine, text
+from tests.scripted import STOP, B, Script, text_chunk, thinking
+from tests.test_economics import RULE
+from tests.test_economics_gateway import ARMS, name_of
+from tests.test_guard import ASK, THINKS_AND_ANSWERS, Rig, rig
+from tests.test_monitor_state import ROUND, frame, verified
+
+
+async def until(monitor: LiveMonitor, found: Callable[[Snapshot], bool]) -> Snapshot:
+    while not found(shown := monitor.snapshot()):
+        await asyncio.sleep(0.02)
+    return shown
+
+
+@asynccontextmanager
+async def watched(url: str, **options: Any) -> AsyncIterator[LiveMonitor]:
+    async with open_monitor(Options(gateways=(url,), interval_s=0.25, **options)) as monitor:
+        assert isinstance(monitor, LiveMonitor)
+        yield monitor
+
+
+@asynccontextmanager
+async def frames(r: Rig, query: str = "?interval=0.25") -> AsyncIterator[AsyncIterator[WatchFrame]]:
+    async with httpx2.AsyncClient(base_url=r.url) as client, client.stream("GET", f"/guard/v1/watch{query}") as response:
+        assert response.status_code == 200
+
+        async def each() -> AsyncIterator[WatchFrame]:
+            async for one in httpx2.EventSource(response, 1 << 24):
+                yield decode_frame(one.data)
+
+        yield each()
+
+
+# -- the watch route ---------------------------------------------------------------------------------------------------------------
+
+
+async def test_the_first_frame_tells_the_past_and_the_next_ones_what_is_new() -> None:
+    async with rig(Script(chat=list(THINKS_AND_ANSWERS)), cutoff={"f_min": 0.7}) as r:
+        await r.step()
+        async with frames(r) as stream:
+            first = await anext(stream)
+            kinds = [type(event) for event in first.events]
+            assert kinds == [EngineReady, SessionSeen, EconomicsReport, StepsRunning]
+            ready, seen = first.events[0], first.events[1]
+            assert isinstance(ready, EngineReady)
+            assert (ready.max_model_len, ready.f_min) == (1000, 0.7)
+            assert isinstance(seen, SessionSeen)
+            assert (seen.session, seen.steps, seen.tokens, [step.tokens for step in seen.latest]) == ("me", 1, 7, [7])
+            await r.step()
+            got: list[Any] = []
+            while StepFinished not in [type(event) for event in got]:
+                got += (await anext(stream)).events
+            assert EngineReady not in [type(event) for event in got]
+            (step,) = [event for event in got if isinstance(event, StepFinished)]
+            assert step == r.finished()
+
+
+async def test_a_running_step_is_told_with_its_tokens() -> None:
+    hold = asyncio.Event()
+    async with rig(Script(chat=thinking(20), hold=hold)) as r:
+        step = asyncio.create_task(r.step())
+        async with frames(r) as stream:
+            async for one in stream:
+                running = next(event for event in one.events if isinstance(event, StepsRunning))
+                if running.steps and running.steps[0].think_tokens == 20:
+                    break
+        (told,) = running.steps
+        begun = r.started()
+        assert (told.session, told.inside, told.think_cap, told.request) == ("me", True, begun.think_cap, begun.request)
+        hold.set()
+        with pytest.raises(EngineError, match="without a finish reason"):
+            await step
+
+
+async def test_rounds_come_as_sums() -> None:
+    async with rig(Script()) as r, frames(r) as stream:
+        await anext(stream)
+        for step in range(100):
+            r.guard.hub.publish(frame(step, verified("r", 2, *ROUND)))
+        events = (await anext(stream)).events + (await anext(stream)).events
+        (sums,) = [event for event in events if isinstance(event, RoundSums)]
+        assert (sums.rounds, sums.accepted, sums.frames, sums.requests[0].rounds) == (100, 200, 100, 100)
+
+
+@pytest.mark.parametrize("interval", ["0.1", "11", "nan", "soon", ""])
+async def test_an_interval_out_of_bounds_is_refused(interval: str) -> None:
+    async with rig(Script()) as r, httpx2.AsyncClient(base_url=r.url) as client:
+        reply = await client.get(f"/guard/v1/watch?interval={interval}")
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "interval")
+
+
+async def test_the_watch_route_needs_the_key_and_actions_the_operators() -> None:
+    async with rig(Script(), api_key="k", operator_key="o") as r, httpx2.AsyncClient(base_url=r.url) as client:
+        assert (await client.get("/guard/v1/watch")).status_code == 401
+        body = {"arm": RULE, "rule": "strict"}
+        for key, status in (("k", 401), ("o", 400)):  # no relaxed arm here
+            reply = await client.post("/agentguard/pin", json=body, headers={"Authorization": f"Bearer {key}"})
+            assert reply.status_code == status
+
+
+async def test_watchers_are_bounded_and_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watching, "WATCHERS", 2)
+    async with rig(Script()) as r:
+        sinks = len(r.guard.hub._sinks)
+        async with frames(r) as one, frames(r) as two:
+            await anext(one)
+            await anext(two)
+            async with httpx2.AsyncClient(base_url=r.url) as client:
+                assert (await client.get("/guard/v1/watch")).status_code == 503
+            assert len(r.guard.hub._sinks) == sinks + 2
+        while len(r.guard.hub._sinks) > sinks:
+            await asyncio.sleep(0.01)
+        async with frames(r) as again:
+            await anext(again)
+
+
+async def test_a_frame_holds_a_bounded_number_of_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watching, "EVENTS", 5)
+    async with rig(Script()) as r, frames(r) as stream:
+        await anext(stream)
+        for i in range(9):
+            r.guard.hub.publish(OperatorActed(t=0, action="tts", target="e", detail=str(i)))
+        got = [await anext(stream) for _ in range(2)]
+        assert sum(one.dropped for one in got) == 4
+        kept = [event.detail for one in got for event in one.events if isinstance(event, OperatorActed)]
+        assert kept == ["0", "1", "2", "3", "4"]
+
+
+# -- a monitor of a gateway --------------------------------------------------------------------------------------------------------
+
+
+async def test_a_monitor_shows_what_the_gateway_knows() -> None:
+    async with rig(Script(chat=list(THINKS_AND_ANSWERS)), economics=ARMS) as r:
+        for arm in ("strict", RULE):
+            for _ in range(3):
+                await r.step(ASK, Identity("", name_of(arm, r)))
+        async with watched(r.url) as monitor:
+            shown = await monitor.wait(2)
+            (row,) = shown.engines
+            assert (row.state, row.model, row.running, row.kv_use) == ("ok", "scripted", None, None)
+            assert {session.id: (session.steps, session.tokens) for session in shown.sessions} == {
+                name_of("strict", r): (3, 21), name_of(RULE, r): (3, 21),
+            }  # fmt: skip
+            async with httpx2.AsyncClient(base_url=r.url) as client:
+                rows = (await client.get("/guard/v1/economics")).json()["rows"]
+            assert [(arm.workload, arm.arm, arm.steps, arm.verdict) for arm in shown.arms] == [
+                (one["workload"], one["arm"], one["steps"], one["verdict"]) for one in rows
+            ]
+            await r.step(ASK, Identity("", "new"))
+            shown = await until(monitor, lambda s: len(s.sessions) == 3)
+            assert shown.sessions[-1].id == "new"
+            shown = await until(monitor, lambda s: s.engines[0].steps == 1)
+            assert shown.engines[0].think_share == pytest.approx(3 / 7)
+
+
+async def test_actions_reach_the_gateway_and_are_told() -> None:
+    slow = [item for one in thinking(200) for item in (one, 0.05)]
+    script = Script(chat=list(THINKS_AND_ANSWERS), again=slow, complete=[text_chunk([B, STOP], "b", "stop")])
+    async with rig(script, economics=ARMS, limits={"steps": 1}, cutoff={"loops": False}) as r, watched(r.url) as monitor:
+        name = name_of(RULE, r)
+        await r.step(ASK, Identity("", name))
+        key = f"{r.url}|{name}"
+        await until(monitor, lambda s: any(row.key == key and row.state == "stopped" for row in s.sessions))
+        assert "limit of steps" in await monitor.set_limit(key, "steps", 5)
+        step = asyncio.create_task(r.step(ASK, Identity("", name)))
+        await until(monitor, lambda s: any(row.phase == "thinking" for row in s.sessions))
+        assert "closed 1 trace" in await monitor.close_trace(key)
+        await step
+        await monitor.pin(r.url, "", RULE, "strict")
+        assert r.guard.ledger.assign(name, r.started().workload).rule == "strict"
+        shown = await until(monitor, lambda s: any(arm.pinned == "strict" for arm in s.arms))
+        assert {arm.pinned for arm in shown.arms if arm.arm == RULE} == {"strict"}
+        await monitor.pin(r.url, "", RULE, None)
+        assert r.guard.ledger.assign(name, r.started().workload).rule == RULE
+        said = await until(monitor, lambda s: sum(line.kind == "operator_acted" for line in s.events) == 4)
+        assert [line.text for line in said.events if line.kind == "operator_acted"] == [
+            f"operator: limit of steps is 5 now ({name})", f"operator: closed 1 trace: operator ({name})",
+            f"operator: pinned to strict in all classes ({RULE})", f"operator: left to the guard again in all classes ({RULE})",
+        ]  # fmt: skip
+        with pytest.raises(ActionRefusedError, match="nothing there to act on"):
+            await monitor.close_trace(f"{r.url}|nobody")
+        with pytest.raises(ActionRefusedError, match="did you mean"):
+            await monitor.pin(r.url, "", RULE[:-1], "strict")
+        with pytest.raises(ActionRefusedError, match="404"):
+            await monitor.set_tts(r.url, False)  # this engine has none
+
+
+async def test_a_readonly_monitor_and_one_of_a_plain_server_do_not_act() -> None:
+    async with rig(Script()) as r:
+        async with watched(r.url, readonly=True) as monitor:
+            with pytest.raises(ActionRefusedError, match="--readonly"):
+                await monitor.close_trace(f"{r.url}|s")
+        async with open_monitor(Options(metrics=(r.url,), interval_s=0.25)) as plain:
+            with pytest.raises(ActionRefusedError, match="is no gateway"):
+                await plain.set_tts(r.url, True)
+
+
+async def test_a_wrong_key_is_said_where_one_looks() -> None:
+    async with rig(Script(), api_key="k") as r:
+        async with watched(r.url, api_key="wrong") as monitor:
+            shown = await until(monitor, lambda s: bool(s.sources[0].error))
+            assert "AGENTGUARD_API_KEY" in shown.sources[0].error
+        async with watched(r.url, api_key="k") as monitor:
+            assert (await monitor.wait(1)).sources[0].state == "ok"
+
+
+async def test_a_gateway_without_the_watch_route_is_read_by_its_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = Script(chat=list(THINKS_AND_ANSWERS))
+    async with rig(script) as r:
+        real = httpx2.AsyncClient.stream
+
+        def stream(self: httpx2.AsyncClient, method: str, url: str, **more: Any) -> Any:
+            return real(self, method, url.replace("/guard/v1/watch", "/guard/v1/nothing"), **more)
+
+        monkeypatch.setattr(httpx2.AsyncClient, "stream", stream)
+        async with watched(r.url) as monitor:
+            await until(monitor, lambda s: len(r.guard.hub._sinks) > 1 and s.sources[0].samples > 0)
+            await r.step()
+            shown = await until(monitor, lambda s: any(row.tokens == 7 for row in s.sessions))
+            assert shown.sources[0].state == "ok"
+
+
+async def test_what_is_watched_can_be_recorded_and_played_again(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    async with rig(Script(chat=list(THINKS_AND_ANSWERS)), economics=ARMS) as r, watched(r.url, record=path) as monitor:
+        await monitor.wait(1)
+        for _ in range(3):
+            await r.step()
+        shown = await until(monitor, lambda s: s.engines[0].steps == 3)
+        assert shown.recording == str(path)
+        await monitor.stop_recording()
+        assert monitor.snapshot().recording is None
+        shown = monitor.snapshot()
+    events = await asyncio.to_thread(lambda: list(replay(path)))
+    assert isinstance(events[0], FromSource)
+    assert (events[0].source, events[0].kind) == (r.url, "gateway")
+    async with open_monitor(Options(replay=path)) as again:
+        await asyncio.to_thread(again.seek, 1e12)
+        played = again.snapshot()
+    same = ("key", "id", "steps", "tokens", "think_tokens_total", "arm", "closes", "bars")
+    assert [[getattr(row, name) for name in same] for row in played.sessions] == [
+        [getattr(row, name) for name in same] for row in shown.sessions
+    ]
+    assert [(row.key, row.steps, row.think_share) for row in played.engines] == [
+        (row.key, row.steps, row.think_share) for row in shown.engines
+    ]
+    assert played.arms == shown.arms
+
+
+async def test_a_recording_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+    async with rig(Script()) as r, watched(r.url, record=tmp_path / "nowhere" / "r.jsonl") as monitor:
+        shown = await until(monitor, lambda s: any(line.kind == "recording" for line in s.events))
+        assert "cannot be written" in next(line.text for line in shown.events if line.kind == "recording")
+
+
+# -- outages -----------------------------------------------------------------------------------------------------------------------
+
+
+class Server:
+    """A /metrics that can go away; time is what its readers sleep."""
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.up = True
+        self.engine = Engine(running=2)
+        self.asked: list[float] = []
+
+    def answer(self, request: httpx2.Request) -> httpx2.Response:
+        self.asked.append(self.clock.t)
+        if not self.up:
+            raise httpx2.ConnectError("refused", request=request)
+        self.engine.tokens_out += 100
+        return httpx2.Response(200, text=text({"0": self.engine}))
+
+
+async def test_thirty_seconds_without_the_server_and_back() -> None:
+    """stale, down, ok again; the tries come later and later, and nothing is raised."""
+    server = Server()
+    model = Model(clock=server.clock)
+    model.add_source("http://s", "metrics")
+    states: list[tuple[float, str, str]] = []
+    done = asyncio.Event()
+
+    async def sleep(seconds: float) -> None:
+        end = server.clock.t + seconds
+        while server.clock.t < end:
+            server.clock.t = min(end, server.clock.t + 0.5)
+            server.up = not 1010 <= server.clock.t < 1040
+            shown = model.snapshot()
+            engine = shown.engines[0].state if shown.engines else ""
+            states.append((server.clock.t, shown.sources[0].state, engine))
+        if server.clock.t > 1070:
+            done.set()
+            await asyncio.Event().wait()
+        await asyncio.sleep(0)
+
+    client = httpx2.AsyncClient(base_url="http://s", transport=httpx2.MockTransport(server.answer))
+    source = MetricsSource("http://s", Feed(model, server.clock), interval_s=1.0, sleep=sleep, client=client)
+    task = asyncio.create_task(source.run())
+    await done.wait()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    seen = [state for _, state, _ in states]
+    order = [state for i, state in enumerate(seen) if i == 0 or seen[i - 1] != state]
+    assert order == ["ok", "stale", "down", "ok"]
+    assert {state for t, state, _ in states if t < 1010} == {"ok"}
+    assert {state for t, state, _ in states if 1016 <= t < 1040} == {"down"}
+    back = next(t for t, state, _ in states if t > 1040 and state == "ok")
+    assert back <= 1051  # the longest wait is 10 s
+    assert [engine for t, _, engine in states if t == back] == ["ok"]
+    tries = [t for t in server.asked if 1010 <= t < 1040]
+    assert 4 <= len(tries) <= 12
+    row = model.snapshot().engines[0]
+    assert row.tokens_out_per_s is not None
+    assert 0 < row.tokens_out_per_s <= 101
+
+
+class Line:
+    """A line to a server that can be cut: what was open breaks, and what is new is refused."""
+
+    def __init__(self, url: str) -> None:
+        self._to = int(url.rpartition(":")[2])
+        self._port = 0
+        self._server: asyncio.Server | None = None
+        self._open: list[asyncio.StreamWriter] = []
+
+    async def mend(self) -> str:
+        self._server = await asyncio.start_server(self._pass, "127.0.0.1", self._port)
+        self._port = self._server.sockets[0].getsockname()[1]
+        return f"http://127.0.0.1:{self._port}"
+
+    def cut(self) -> None:
+        assert self._server is not None
+        self._server.close()
+        for writer in self._open:
+            writer.transport.abort()
+        self._open = []
+
+    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, back = await asyncio.open_connection("127.0.0.1", self._to)
+        self._open += [writer, back]
+
+        async def pump(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+            with contextlib.suppress(OSError):
+                while data := await source.read(1 << 16):
+                    sink.write(data)
+                    await sink.drain()
+            sink.close()
+
+        await asyncio.gather(pump(reader, back), pump(there, writer))
+
+
+async def test_a_gateway_that_is_gone_and_comes_back() -> None:
+    """On real sockets: the stream breaks, the state says so, and the next try goes on where the sessions were."""
+    async with rig(Script(chat=list(THINKS_AND_ANSWERS))) as r:
+        line = Line(r.url)
+        url = await line.mend()
+        await r.step()
+        async with watched(url) as monitor:
+            await monitor.wait(1)
+            monitor._sources[url].backoff = Backoff(0.05, 0.1)
+            before = monitor.snapshot().sessions
+            line.cut()
+            shown = await until(monitor, lambda s: bool(s.sources[0].error))
+            assert shown.sources[0].state == "stale"
+            await until(monitor, lambda s: "ConnectError" in s.sources[0].error)
+            assert [row.steps for row in monitor.snapshot().sessions] == [1]
+            await line.mend()
+            shown = await until(monitor, lambda s: s.sources[0].state == "ok")
+            assert shown.sessions == before
+            await r.step()
+            await until(monitor, lambda s: s.sessions[0].steps == 2)
+        line.cut()
+
+
+def test_waits_grow_and_differ() -> None:
+    backoff = Backoff()
+    waits = [backoff.again() for _ in range(8)]
+    for wait, whole in zip(waits, (0.5, 1, 2, 4, 8, 10, 10, 10), strict=True):
+        assert whole / 2 <= wait <= whole
+    assert len(set(waits)) == 8
+    backoff.worked()
+    assert backoff.again() <= 0.5
+
+
+async def test_a_stream_of_another_kind_is_trouble_and_no_traceback() -> None:
+    model = Model()
+    model.add_source("http://s", "gateway")
+    tries = asyncio.Semaphore(0)
+
+    async def sleep(_: float) -> None:
+        tries.release()
+        await asyncio.sleep(0)
+
+    replies = iter(
+        [
+            httpx2.Response(200, text="<html>", headers={"content-type": "text/html"}),
+            httpx2.Response(200, text="data: nonsense\n\n", headers={"content-type": "text/event-stream"}),
+            httpx2.Response(500, text="broken"),
+            httpx2.Response(200, text="", headers={"content-type": "text/event-stream"}),
+        ]
+    )
+    client = httpx2.AsyncClient(base_url="http://s", transport=httpx2.MockTransport(lambda _: next(replies)))
+    source = GatewaySource("http://s", Feed(model), interval_s=1.0, sleep=sleep, client=client)
+    task = asyncio.create_task(source.run())
+    said = []
+    for _ in range(4):
+        await tries.acquire()
+        said.append(model.sources["http://s"].error)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert "text/event-stream" in said[0]
+    assert "cannot be read" in said[1]
+    assert said[2] == "/guard/v1/watch answered 500: broken"
+    assert said[3] == "the server ended the stream"
+
+
+# -- the command -------------------------------------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def plain_server(engines: dict[str, Engine]) -> AsyncIterator[str]:
+    async def metrics(_: Request) -> Response:
+        for engine in engines.values():
+            engine.tokens_out += 50
+        return PlainTextResponse(text(engines))
+
+    config = uvicorn.Config(Starlette(routes=[Route("/metrics", metrics)]), port=0, log_level="critical", lifespan="off")
+    server = uvicorn.Server(config)
+    task = asyncio.create_task(server._serve())
+    while not server.started:
+        await asyncio.sleep(0.01)
+    try:
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        await task
+
+
+async def command(*arguments: str) -> tuple[int | None, str, str]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "agentguard", "tui", *arguments, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    out, err = await process.communicate()
+    return process.returncode, out.decode(), err.decode()
+
+
+async def test_once_waits_for_two_samples_and_prints_json() -> None:
+    async with plain_server({"0": Engine(running=3, kv=0.12), "1": Engine(running=12, kv=0.72)}) as url:
+        status, out, err = await command("--once", "--json", "--metrics", url, "--interval", "0.25")
+    shown = json.loads(out)
+    assert (status, err) == (0, "")
+    assert [(row["running"], row["kv_use"], row["gain"]) for row in shown["engines"]] == [(3, 0.12, None), (12, 0.72, None)]
+    for row in shown["engines"]:
+        assert row["window_s"] > 0
+        assert row["tokens_out_per_s"] == pytest.approx(50 / row["window_s"])
+
+
+async def test_exit_statuses(tmp_path: Path) -> None:
+    status, out, _ = await command("--once", "--metrics", "http://127.0.0.1:1", "--interval", "0.25")
+    assert (status, "is down" in out) == (3, True)
+    events = Simulator("loop").advance(60.0)
+    path = tmp_path / "r.jsonl"
+    await asyncio.to_thread(path.write_bytes, b"".join(encode_json(event) + b"\n" for _, event in events))
+    status, out, _ = await command("--once", "--replay", str(path))
+    assert (status, out.startswith("alarm: ")) == (1, True)
+    for wrong in ("--json", "--once --gateway nowhere", "--once --demo helthy", "--once --demo loop --replay x"):
+        status, out, err = await command(*wrong.split())
+        assert (status, out) == (2, "")
+        assert err.startswith("agentguard: ")
