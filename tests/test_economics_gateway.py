@@ -11,7 +11,7 @@ import httpx2
 
 from agentguard.economics.cells import SessionSums
 from agentguard.economics.ledger import Assignment
-from agentguard.events import StepFinished
+from agentguard.events import OperatorActed, RuleSwitched, StepFinished
 from agentguard.session import Identity
 from tests.scripted import Script
 from tests.test_economics import RULE, step_of
@@ -111,3 +111,55 @@ async def test_an_error_in_the_economics_does_not_break_the_clients_stream() -> 
         chunks = await r.step(ASK, Identity("", name_of(RULE, r)))
         assert chunks[-1]["usage"]["completion_tokens"] > 0
         assert r.finished().error == ""
+
+
+async def test_an_operator_holds_an_arm_and_lets_go_of_it() -> None:
+    script = Script(chat=list(THINKS_AND_ANSWERS))
+    async with rig(script, economics=ARMS) as r, httpx2.AsyncClient(base_url=r.url) as client:
+        model, name = r.guard.info.model, name_of(RULE, r)
+        for _ in range(2):
+            await r.step(ASK, Identity("", name))
+
+        async def pin(status: int = 200, **body: object) -> dict[str, Any]:
+            reply = await client.post("/agentguard/pin", json={"arm": RULE, **body})
+            assert reply.status_code == status, reply.text
+            answer: dict[str, Any] = reply.json()
+            return answer
+
+        async def rule() -> tuple[str, str]:
+            await r.step(ASK, Identity("", name))
+            return r.started().rule, r.started().assigned
+
+        await pin(rule="strict")
+        assert await rule() == ("strict", "pinned by an operator")
+        await pin(rule=RULE, workload=f"{model}/chat/follow_up")  # a class's own pin goes before that of all
+        assert await rule() == (RULE, "pinned by an operator")
+        rows = (await client.get("/guard/v1/economics")).json()["rows"]
+        assert {row["workload"].rsplit("/")[-1]: row["pinned"] for row in rows} == {"first": "strict", "follow_up": RULE}
+        await pin(rule=None)
+        assert await rule() == (RULE, "assigned")
+        for wrong in ({"rule": "cactus:delta=9"}, {"rule": "strict", "arm": "strict"}, {"rule": "strict", "workload": "x"}, {}):
+            await pin(400, **wrong)
+        acted = [event.detail for event in r.events if isinstance(event, OperatorActed)]
+    assert acted == [
+        "pinned to strict in all classes", f"pinned to {RULE} in {model}/chat/follow_up", "left to the guard again in all classes",
+    ]  # fmt: skip
+
+
+async def test_a_pinned_arm_is_measured_and_not_switched() -> None:
+    async with rig(Script(chat=list(THINKS_AND_ANSWERS)), economics={**ARMS, "exploration": 0.0}) as r:
+        workload, book = f"{r.guard.info.model}/chat/first", r.guard.ledger
+        book.pin("", RULE, RULE)
+
+        def run(sessions: int) -> None:
+            for i in range(sessions):
+                for arm, rounds in (("strict", 40), (RULE, 90)):
+                    step: StepFinished = step_of(rounds + i % 9)
+                    book.finished(step, Assignment(arm, arm, workload, ""), {("", ""): SessionSums()})
+
+        run(80)
+        assert [(row.verdict, row.on) for row in book.rows() if row.arm == RULE] == [("loss", True)]
+        assert not any(isinstance(event, RuleSwitched) for event in r.events)
+        book.pin("", RULE, None)
+        run(1)
+        assert [(event.arm, event.on) for event in r.events if isinstance(event, RuleSwitched)] == [(RULE, False)]
