@@ -177,7 +177,7 @@ class MonitorApp(App[int]):
             return
         if self._latest.number == 0 and isinstance(error, AgentGuardError):
             self.failure = error
-            self.exit(error.exit_code)
+            self.exit(return_code=error.exit_code)
             return
         self._broken = str(error) if isinstance(error, AgentGuardError) else repr(error)
         self.redraw()
