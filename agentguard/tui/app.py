@@ -207,13 +207,14 @@ class MonitorApp(App[int]):
             self._engine,
         )
 
-    def redraw(self) -> None:
-        """Draw the page in front from the latest snapshot. A dialog over a page leaves it as it is until it closes."""
+    def redraw(self, rows: bool = True) -> None:
+        """Draw the page in front from the latest snapshot, its table only with ``rows``. A dialog over a page leaves it as it is
+        until it closes."""
         page = self.screen
         if not isinstance(page, Page) or not page.is_mounted:
             return
         with self.batch_update():
-            page.show(self.view())
+            (page.show if rows else page.show_panels)(self.view())
         able = (page.selected_session is not None, self._shown.playback is not None, any(s.can_act for s in self._shown.sources))
         if able != self._able:
             self._able = able
@@ -318,7 +319,7 @@ class MonitorApp(App[int]):
     def action_engine(self, key: str | None) -> None:
         if key != self._engine:
             self._engine = key
-            self.redraw()
+            self.redraw(rows=False)
 
     def action_next_engine(self, by: int) -> None:
         keys = [e.key for e in self._shown.engines]

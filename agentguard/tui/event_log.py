@@ -122,7 +122,7 @@ class Events(Page):
             self.monitor_app.open_session(row.event.session)
 
     def on_table_moved(self) -> None:
-        self.monitor_app.redraw()
+        self.monitor_app.redraw(rows=False)
 
     @property
     def selected_session(self) -> str | None:

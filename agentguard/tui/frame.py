@@ -257,6 +257,10 @@ class Page(Screen[None]):
         self.call_after_refresh(self.monitor_app.redraw)
 
     def show(self, view: View) -> None:
+        self.show_panels(view)
+
+    def show_panels(self, view: View) -> None:
+        """All but the table's rows: enough when only the cursor has moved."""
         for panel in self.query(Panel):
             panel.update_view(view)
 

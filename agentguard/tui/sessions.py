@@ -191,7 +191,7 @@ class Sessions(Page):
 
     @on(Table.Moved, "#sessions")
     def _moved(self) -> None:
-        self.monitor_app.redraw()
+        self.monitor_app.redraw(rows=False)
 
     @on(Table.Opened, "#sessions")
     def _opened(self, event: Table.Opened) -> None:

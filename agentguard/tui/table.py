@@ -190,7 +190,6 @@ class Table(ScrollView, Painter, Generic[R], can_focus=True):
         else:
             self.descending = True
         self.sort_by = key
-        self._fitted = (-1, [])
         self.show_rows(self._given)
         self._bring_into_view()
 
@@ -200,7 +199,6 @@ class Table(ScrollView, Painter, Generic[R], can_focus=True):
         at = names.index(self.sort_by) if self.sort_by in names else 0
         name = names[(at + 1) % len(names)]
         self.sort_by, self.descending = name, True
-        self._fitted = (-1, [])
         self.show_rows(self._given)
         self._bring_into_view()
         return name
@@ -233,27 +231,33 @@ class Table(ScrollView, Painter, Generic[R], can_focus=True):
             spans.append((" " * GAP, "text"))
         return tuple(spans[:-1])
 
-    def _repaint(self) -> None:
-        """Repaint the lines in view whose text or place of the cursor has changed."""
-        height, width, top = self.size.height, self.size.width, self.scroll_offset.y
+    def _at_line(self, y: int) -> Line:
+        return self.head() if y == 0 else self.line(self.scroll_offset.y + y - 1)
+
+    def _repaint(self, *lines: int) -> None:
+        """Repaint those of the lines (all in view by default) whose text or place of the cursor has changed."""
+        height, width = self.size.height, self.size.width
         changed: list[Region] = []
-        for y in range(height):
-            line = self.head() if y == 0 else self.line(top + y - 1)
-            if self._painted.get(y) != line:
-                self._painted[y] = line
-                changed.append(Region(0, y, width, 1))
+        for y in lines or range(height):
+            if 0 <= y < height:
+                line = self._at_line(y)
+                if self._painted.get(y) != line:
+                    self._painted[y] = line
+                    changed.append(Region(0, y, width, 1))
         if changed:
             self.refresh(*changed)
 
     def render_line(self, y: int) -> Strip:
-        if y == 0:
-            line = self.head()
-            self._painted[0] = line
-            return self.paint(line)
-        row = self.scroll_offset.y + y - 1
-        line = self.line(row)
-        self._painted[y] = line
-        return self.paint(line, "cursor" if self._rows and row == self._at else None)
+        line = self._painted.get(y)
+        if line is None:
+            line = self._painted[y] = self._at_line(y)
+        on_cursor = y > 0 and self._rows and self.scroll_offset.y + y - 1 == self._at
+        return self.paint(line, "cursor" if on_cursor else None)
+
+    def watch_scroll_y(self, old_value: float, new_value: float) -> None:
+        if round(old_value) != round(new_value):
+            self._painted.clear()
+        super().watch_scroll_y(old_value, new_value)
 
     def text_lines(self) -> list[Line]:
         """What is in view."""
@@ -276,11 +280,15 @@ class Table(ScrollView, Painter, Generic[R], can_focus=True):
     def _go(self, row: int) -> None:
         if not self._rows:
             return
+        before, top = self._at, self.scroll_offset.y
         self._at = max(0, min(row, len(self._rows) - 1))
         moved = self._keys[self._at] != self._cursor
         self._cursor = self._keys[self._at]
         self._bring_into_view()
-        self._repaint()
+        if self.scroll_offset.y == top:
+            self._repaint(before - top + 1, self._at - top + 1)
+        else:
+            self._repaint()
         if moved:
             self.post_message(self.Moved(self, self._cursor))
 
