@@ -157,6 +157,8 @@ class Policy(_Model):
     tts: TtsSettings | None = None
     """Let the draft model learn while it drafts (docs/tts.md); {} takes the defaults, None leaves it as it is."""
     engine: EngineOptions = EngineOptions()
+    content: bool = False
+    """Let operators read the latest words of running traces (`GET /agentguard/tails`). They are in no event and in no recording."""
     max_sessions: int = Field(10_000, ge=1)
     """Sessions remembered; the least recently used one is forgotten first."""
 

@@ -388,6 +388,10 @@ class Step:
             self._limit = max(tokens, standing.think)
         return True
 
+    def tail(self, characters: int) -> str:
+        """The trace's latest words so far."""
+        return "".join(self._trace[-characters:])[-characters:]
+
     def _report(self, close: Close, how: How) -> None:
         self.closed = self.closed or close.reason
         cap = self.controller.cap.think_cap

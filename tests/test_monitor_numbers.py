@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from agentguard.events import ArmReport, EconomicsReport, RatioReport
 from agentguard.monitor.snapshot import Snapshot
@@ -97,6 +99,22 @@ def test_a_counter_that_is_already_past_its_old_value_still_counts_from_0_when_a
     growth.take({"a": 100.0, "b": 5.0})
     assert growth.take({"a": 10.0, "b": 8.0})
     assert growth.grown == {"a": 10.0, "b": 8.0}
+
+
+@given(st.lists(st.tuples(st.floats(0, 1e9), st.floats(0, 1e9)), min_size=2, max_size=30))
+def test_growth_never_falls_and_is_at_least_what_the_last_run_counted(samples: list[tuple[float, float]]) -> None:
+    growth, before = Growth(), {"a": 0.0, "b": 0.0}
+    for i, (a, b) in enumerate(samples):
+        reset = growth.take({"a": a, "b": b})
+        assert all(growth.grown[name] >= before[name] for name in before)
+        assert reset == (i > 0 and (a < samples[i - 1][0] or b < samples[i - 1][1]))
+        before = dict(growth.grown)
+
+
+def test_more_engines_than_there_can_be_are_refused() -> None:
+    lines = "".join(f'vllm:num_requests_running{{engine="{i}"}} 1\n' for i in range(300))
+    with pytest.raises(ValueError, match="more than 256"):
+        exposition.read("# TYPE vllm:num_requests_running gauge\n" + lines, 1.0)
 
 
 def test_an_engine_that_dies_goes_stale_and_down_and_the_other_stays() -> None:

@@ -165,6 +165,15 @@ async def test_an_operator_acts_on_the_demo() -> None:
         await PlayedMonitor(Options(demo="healthy", readonly=True), play).close_trace(thinking.key)
 
 
+def test_the_demo_has_words_only_with_content_on() -> None:
+    for content in (True, False):
+        play, clock = player("healthy")
+        clock.t += 20
+        shown = PlayedMonitor(Options(demo="healthy", content=content), play).snapshot()
+        running = {session.running_request for session in shown.sessions if session.running_request}
+        assert shown.content.keys() == (running if content else set())
+
+
 # -- playing -----------------------------------------------------------------------------------------------------------------------
 
 

@@ -19,9 +19,10 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from agentguard.errors import ActionRefusedError, EngineError
+from agentguard.errors import ActionRefusedError, EngineDiedError, EngineError
 from agentguard.events import (
     EconomicsReport,
+    EngineMetrics,
     EngineReady,
     FromSource,
     OperatorActed,
@@ -44,10 +45,11 @@ from agentguard.monitor.sources import Backoff, GatewaySource, MetricsSource
 from agentguard.session import Identity
 from agentguard.telemetry.recorder import replay
 from tests.monitor_rig import Clock, Engine, text
-from tests.scripted import STOP, B, Script, text_chunk, thinking
+from tests.scripted import END, STOP, B, Script, chunk, text_chunk, thinking
 from tests.test_economics import RULE
 from tests.test_economics_gateway import ARMS, name_of
 from tests.test_guard import ASK, THINKS_AND_ANSWERS, Rig, rig
+from tests.test_guard import text as joined
 from tests.test_monitor_state import ROUND, frame, verified
 
 
@@ -125,6 +127,41 @@ async def test_rounds_come_as_sums() -> None:
         events = (await anext(stream)).events + (await anext(stream)).events
         (sums,) = [event for event in events if isinstance(event, RoundSums)]
         assert (sums.rounds, sums.accepted, sums.frames, sums.requests[0].rounds) == (100, 200, 100, 100)
+
+
+async def test_an_engine_whose_metrics_take_long_delays_no_frame(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with rig(Script()) as r:
+        asked, answer = asyncio.Event(), asyncio.Event()
+
+        async def late() -> str:
+            asked.set()
+            await answer.wait()
+            return text({"0": Engine(running=7)})
+
+        monkeypatch.setattr(r.guard.engine, "metrics", late)
+        async with frames(r) as stream:
+            got = [await anext(stream) for _ in range(3)]
+            assert asked.is_set()
+            assert not any(isinstance(event, EngineMetrics) for one in got for event in one.events)
+            answer.set()
+            measured: list[Any] = []
+            while len(measured) < 2:
+                measured += [event for event in (await anext(stream)).events if isinstance(event, EngineMetrics)]
+            assert measured[0].gauges["running"] == 7
+            assert measured[0].t < measured[1].t, "one scrape is told once"
+
+
+async def test_an_engine_whose_metrics_fail_is_told_as_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with rig(Script()) as r:
+
+        async def gone() -> str:
+            raise EngineDiedError("engine-0 is gone")
+
+        monkeypatch.setattr(r.guard.engine, "metrics", gone)
+        async with watched(r.url) as monitor:
+            shown = await until(monitor, lambda s: bool(s.engines) and s.engines[0].state == "stale")
+            assert shown.engines[0].why == "engine-0 is gone"
+            assert shown.sources[0].state == "ok"
 
 
 @pytest.mark.parametrize("interval", ["0.1", "11", "nan", "soon", ""])
@@ -292,10 +329,53 @@ async def test_what_is_watched_can_be_recorded_and_played_again(tmp_path: Path) 
     assert played.arms == shown.arms
 
 
+async def test_a_plain_server_is_recorded_and_played_again(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    engines = {"0": Engine(running=3, kv=0.12), "1": Engine(running=12, kv=0.72)}
+    async with (
+        plain_server(engines) as url,
+        open_monitor(Options(metrics=(url,), interval_s=0.25, record=path)) as monitor,
+    ):
+        await monitor.wait(3)
+        await monitor.stop_recording()
+        shown = monitor.snapshot()
+    async with open_monitor(Options(replay=path)) as again:
+        await asyncio.to_thread(again.seek, 1e12)
+        played = again.snapshot()
+    same = ("key", "name", "running", "kv_use", "window_s", "tokens_out_per_s", "state")
+    assert [[getattr(row, name) for name in same] for row in played.engines] == [
+        [getattr(row, name) for name in same] for row in shown.engines
+    ]
+    assert [row.running for row in played.engines] == [3, 12]
+
+
 async def test_a_recording_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     async with rig(Script()) as r, watched(r.url, record=tmp_path / "nowhere" / "r.jsonl") as monitor:
         shown = await until(monitor, lambda s: any(line.kind == "recording" for line in s.events))
         assert "cannot be written" in next(line.text for line in shown.events if line.kind == "recording")
+
+
+async def test_the_words_of_a_trace_are_shown_only_if_both_sides_want_it() -> None:
+    slow = [item for one in thinking(60) for item in (one, 0.02)]
+    end = [chunk([END, B, STOP], content="b", finish="stop")]
+    for gives, wants in ((True, True), (True, False), (False, True)):
+        async with rig(Script(chat=[*slow, *end]), content=gives, operator_key="o") as r:
+            async with watched(r.url, content=wants, operator_key="o") as monitor:
+                await monitor.wait(1)
+                step = asyncio.create_task(r.step())
+                if gives and wants:
+                    shown = await until(monitor, lambda s: any(len(tail) > 10 for tail in s.content.values()))
+                    ((request, tail),) = shown.content.items()
+                    assert request == shown.sessions[0].running_request
+                    assert joined(await step, "reasoning").startswith(tail)
+                else:
+                    await step
+                    shown = monitor.snapshot()
+                    assert shown.content == {}
+                    refused = [line.text for line in shown.events if "gives no content (403)" in line.text]
+                    assert len(refused) == (not gives)
+            async with httpx2.AsyncClient(base_url=r.url) as client:
+                assert (await client.get("/agentguard/tails")).status_code == 401
 
 
 # -- outages -----------------------------------------------------------------------------------------------------------------------

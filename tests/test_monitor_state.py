@@ -30,7 +30,7 @@ from agentguard.monitor import words
 from agentguard.monitor.alarms import CONTEXT_SHARE, GROWTH_SHARE, KV_USE_SHARE, STALLED_S, WAITING_PER_RUNNING, Alarm, Threshold
 from agentguard.monitor.log import KEPT, Log
 from agentguard.monitor.snapshot import BARS, SessionRow
-from agentguard.telemetry.rounds import RoundCollector
+from agentguard.telemetry.rounds import REQUESTS, RoundCollector
 from tests.monitor_rig import GATEWAY, SERVER, Engine, Watched, finished, ready, started, text
 from tests.test_monitor_numbers import arm
 
@@ -589,6 +589,7 @@ def test_what_is_kept_is_flat_over_a_million_events() -> None:
         late = [one[part] for one in held[5:]]
         assert max(late) <= 1.1 * min(late) + 10, part
     assert max(one["log"] for one in held) <= 2 * KEPT
+    assert max(one["rounds"] for one in held) <= REQUESTS
 
 
 def test_requests_that_name_their_rules_are_measured_by_rule() -> None:

@@ -30,7 +30,9 @@ from agentguard.telemetry import prometheus
 
 logger = structlog.get_logger(__name__)
 MAX_BODY_BYTES = 16 << 20
-OPERATOR_ROUTES = ("/agentguard/sessions/limit", "/agentguard/close", "/agentguard/tts", "/agentguard/pin")
+OPERATOR_ROUTES = ("/agentguard/sessions/limit", "/agentguard/close", "/agentguard/tts", "/agentguard/pin", "/agentguard/tails")
+TAILS, TAIL_CHARACTERS = 128, 600
+"""Running traces whose latest words are shown at once, and how many of them."""
 T = TypeVar("T")
 
 
@@ -83,6 +85,13 @@ def create_app(guard: Guard, *, api_key: str | None = None, operator_key: str | 
         what = f"pinned to {asked.rule}" if asked.rule else "left to the guard again"
         acted("pin", asked.arm, f"{what} in {asked.workload or 'all classes'}")
         return JSONResponse({"workload": asked.workload, "arm": asked.arm, "rule": asked.rule})
+
+    async def tails(_: Request) -> Response:
+        if not guard.policy.content:
+            message = "this gateway gives no content; set 'content: true' in its recipe"
+            return JSONResponse({"error": {"message": message, "type": "invalid_request_error", "code": 403}}, 403)
+        latest = list(guard.running.items())[-TAILS:]
+        return JSONResponse({"tails": {request: step.tail(TAIL_CHARACTERS) for request, (_, step) in latest}})
 
     def acted(action: OperatorAction, target: str, detail: str) -> None:
         guard.hub.publish(OperatorActed(t=time.time(), action=action, target=target, detail=detail))
@@ -145,6 +154,7 @@ def create_app(guard: Guard, *, api_key: str | None = None, operator_key: str | 
             Route(OPERATOR_ROUTES[1], close, methods=["POST"]),
             Route(OPERATOR_ROUTES[2], tts, methods=["GET", "POST"]),
             Route(OPERATOR_ROUTES[3], pin, methods=["POST"]),
+            Route(OPERATOR_ROUTES[4], tails),
             Route("/guard/v1/economics", economics),
             Route("/guard/v1/watch", watch),
             Route("/metrics", metrics),

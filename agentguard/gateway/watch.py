@@ -45,6 +45,8 @@ SCRAPE_S = 1.0
 ECONOMICS_S = 1.0
 """The shortest time between two scrapes of the engine, and two reports; several watchers share them."""
 SHORTEST_S, LONGEST_S = 0.25, 10.0
+PATIENCE_S = 0.25
+"""How long a frame waits for the engine's metrics; they come with the next one then."""
 _encode = msgspec.json.Encoder().encode
 
 
@@ -76,6 +78,8 @@ class Watch:
         guard = self.guard
         self.watchers += 1
         reader = _Reader()
+        scrape: asyncio.Task[list[EngineMetrics]] | None = None
+        told: list[EngineMetrics] = []
         try:
             with guard.hub.sink(reader.take):
                 yield b": agentguard watch\n\n"
@@ -83,7 +87,14 @@ class Watch:
                 before = time.monotonic()
                 due = before
                 while True:
-                    measured = await self._scrape.events()
+                    if scrape is None:
+                        scrape = asyncio.create_task(self._scrape.events(), name="watch scrape")
+                    # a busy engine answers late, and its frame must not
+                    await asyncio.wait((scrape,), timeout=min(PATIENCE_S, interval_s / 2))
+                    measured: list[EngineMetrics] = []
+                    if scrape.done():
+                        measured, scrape = scrape.result(), None
+                        measured, told = ([] if measured is told else measured), measured
                     now = time.monotonic()
                     events, dropped = reader.drain(time.time(), now - before)
                     before = now
@@ -97,6 +108,9 @@ class Watch:
                     await asyncio.sleep(due - time.monotonic())
         finally:
             self.watchers -= 1
+            if scrape is not None:
+                scrape.cancel()
+                await asyncio.gather(scrape, return_exceptions=True)
 
     def _past(self) -> Iterator[Event]:
         guard = self.guard

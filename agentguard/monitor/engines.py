@@ -85,6 +85,7 @@ class EngineState:
         self.why = "nothing heard of it yet"
         self.rejections = Load(window_s)
         self.has_steps = False
+        """Its steps are told; then none in the window is 0, and not unknown."""
         self._began_t = now
         self._steps: Ring[_Steps] = Ring(window_s, _Steps)
         self._ttlt: deque[tuple[float, float]] = deque(maxlen=STEPS_KEPT)
@@ -231,7 +232,6 @@ class EngineState:
             p50, p95 = quantile(e2e, 0.5), quantile(e2e, 0.95)
         ttft, tpot, queue = (self._buckets(n) for n in ("ttft_s", "tpot_s", "queue_s"))
         hits, queries = self._delta("prefix_hits"), self._delta("prefix_queries")
-        watching = self.has_steps and steps is not None
         return EngineRow(
             key=self.key, name=name, source=self.source, model=self.model, state=self.state, since_t=self.since_t,
             seen_t=self.seen_t, why=self.why, arm=lead.arm if lead else None,
@@ -242,8 +242,8 @@ class EngineState:
             ttlt_ratio=lead.ttlt_ratio if lead else None, window_s=span, ttlt_p50_s=p50, ttlt_p95_s=p95,
             ttft_p50_s=quantile(ttft, 0.5), ttft_p95_s=quantile(ttft, 0.95), tpot_p50_s=quantile(tpot, 0.5),
             tpot_p95_s=quantile(tpot, 0.95), queue_p95_s=quantile(queue, 0.95),
-            think_share=steps.think / steps.tokens if steps.tokens else None, steps=steps.steps if watching else None,
-            closes=steps.closes if watching else None, tokens_in_per_s=self._rate("tokens_in", steps.tokens_in, now),
+            think_share=steps.think / steps.tokens if steps.tokens else None, steps=steps.steps if self.has_steps else None,
+            closes=steps.closes if self.has_steps else None, tokens_in_per_s=self._rate("tokens_in", steps.tokens_in, now),
             tokens_in_computed_per_s=self._metric_rate("tokens_in_from/local_compute"),
             tokens_out_per_s=self._rate("tokens_out", steps.tokens, now), kv_use=self._max("kv_use"),
             running=_whole(self._sum("running")), waiting=_whole(self._sum("waiting")),

@@ -19,7 +19,7 @@ from agentguard.monitor.model import Model
 from agentguard.monitor.options import DEFAULT_GATEWAY, Options
 from agentguard.monitor.playback import Player, RecordingScript, Script, SimulatorScript
 from agentguard.monitor.snapshot import Snapshot
-from agentguard.monitor.sources import GatewaySource, MetricsSource, _Source, act
+from agentguard.monitor.sources import GatewaySource, MetricsSource, TailReader, _Source, act
 from agentguard.tasks import owned_task
 
 PATIENCE_S = 10.0
@@ -106,6 +106,9 @@ class PlayedMonitor:
 
     def snapshot(self) -> Snapshot:
         self.player.advance()
+        script = self.player.script
+        if self.options.content and isinstance(script, SimulatorScript):
+            self.player.model.content["simulator"] = script.simulator.tails()
         return self.player.model.snapshot(playback=self.player.state())
 
     async def wait(self, samples: int) -> Snapshot:
@@ -182,6 +185,9 @@ async def open_monitor(
             model.add_source(source.name, kind, can_act=kind == "gateway")
             task = await stack.enter_async_context(owned_task(source.run(), f"source {source.name}"))
             task.add_done_callback(partial(_ended, feed, source.name))
+            if options.content and isinstance(source, GatewaySource):
+                tails = TailReader(source, options.operator_key or options.api_key)
+                await stack.enter_async_context(owned_task(tails.run(), f"content of {source.name}"))
         yield LiveMonitor(options, feed, sources)
 
 

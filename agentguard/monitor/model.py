@@ -40,7 +40,6 @@ from agentguard.monitor.verdict import verdict
 from agentguard.telemetry.rounds import RoundCollector
 
 SESSIONS_KEPT = 1000
-ENGINES_KEPT = 64
 POINT_S = 1.0
 _BAD_CLOSES = ("loop", "deadline", "session")
 
@@ -75,6 +74,8 @@ class Model:
         self.engines: dict[str, EngineState] = {}
         self.sessions = SessionStates(sessions_kept)
         self.log = Log()
+        self.content: dict[str, dict[str, str]] = {}
+        """Latest words of running traces by source and request, where the operator asked for them and the gateway gives them."""
         self.skipped = 0
         """Events of kinds the monitor does not show."""
         self._number = 0
@@ -113,6 +114,7 @@ class Model:
             "engines": sum(engine.held() for engine in self.engines.values()),
             "sessions": self.sessions.held(),
             "log": len(self.log),
+            "rounds": sum(source.collector.held() for source in self.sources.values()),
         }
 
     # -- sources -------------------------------------------------------------------------------------------------------------------
@@ -149,8 +151,6 @@ class Model:
         key = f"{source.name}#{label}" if label else source.name
         engine = self.engines.get(key)
         if engine is None:
-            if len(self.engines) >= ENGINES_KEPT:
-                return next(reversed(self.engines.values()))
             engine = self.engines[key] = EngineState(
                 key, source.name, label, self.window_s, self.clock(), measured_only=source.kind == "metrics"
             )  # fmt: skip
@@ -161,7 +161,7 @@ class Model:
     def _ready(self, source: _Source, event: EngineReady, now: float) -> None:
         engine = self._engine(source)
         fresh = engine.model != event.model or bool(engine.died)
-        engine.model, engine.window_tokens = event.model, event.max_model_len
+        engine.model, engine.window_tokens, engine.has_steps = event.model, event.max_model_len, True
         engine.band = (event.f_min, event.f_max)
         engine.alive(now, event.t)
         if fresh:
@@ -320,7 +320,9 @@ class Model:
             series=tuple(engine.series(POINT_S) for engine in self.engines.values()), sessions=sessions,
             sessions_hidden=self.sessions.forgotten, speculation=speculation,
             arms=tuple(arm for engine in self.engines.values() for arm in engine.arms), events=self.log.lines(), playback=playback,
-            recording=recording, window_s=self.window_s, samples=min((s.samples for s in self.sources.values()), default=0),
+            recording=recording,
+            content={request: tail for tails in self.content.values() for request, tail in tails.items()},
+            window_s=self.window_s, samples=min((s.samples for s in self.sources.values()), default=0),
         )  # fmt: skip
 
     def _judge_source(self, source: _Source, now: float) -> None:

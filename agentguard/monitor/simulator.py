@@ -52,6 +52,32 @@ BUDGET = 1024
 CAP = int(0.85 * BUDGET)
 _STRICT_P, _RELAXED_P = 0.45, 0.72
 """Chance of a drafted token: (0.45 + … + 0.45^4) + 1 = 1.78 tokens a round under strict, 2.88 relaxed, a gain of 1.61."""
+_WORDS = [
+    "so",
+    "the",
+    "sum",
+    "of",
+    "both",
+    "is",
+    "then",
+    "we",
+    "check",
+    "that",
+    "it",
+    "holds",
+    "for",
+    "each",
+    "case",
+    "but",
+    "first",
+    "let",
+    "me",
+    "count",
+    "again",
+    "from",
+    "the",
+    "start",
+]
 _TTFT_S = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
 _E2E_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
 
@@ -173,6 +199,14 @@ class Simulator:
             waiting, engine.waiting = engine.waiting, []
             for event in waiting:
                 yield engine.source, event
+
+    def tails(self) -> dict[str, str]:
+        """The latest words of running traces: made up, a word a token."""
+        return {
+            session.request: " ".join(_WORDS[(len(session.name) * 7 + i * i) % len(_WORDS)] for i in range(session.think))[-600:]
+            for session in self._sessions
+            if session.running
+        }
 
     # -- an operator's actions -----------------------------------------------------------------------------------------------------
 

@@ -161,6 +161,45 @@ async def _check(response: httpx2.Response, route: str) -> None:
         raise SourceError(f"{route} answered {response.status_code}: {text}")
 
 
+class TailReader:
+    """The latest words of a gateway's running traces, asked for every second or interval; they go into the snapshot and nowhere
+    else.
+
+    A gateway that gives none is not asked again; that is told in the event log.
+    """
+
+    def __init__(
+        self, source: GatewaySource, key: str | None, *, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+    ) -> None:  # fmt: skip
+        self._source = source
+        self._key = key
+        self._sleep = sleep
+
+    async def run(self) -> None:
+        source, model = self._source, self._source.feed.model
+        headers = {"Authorization": f"Bearer {self._key}"} if self._key else None
+        async with http_client(source.name, headers=headers, timeout=httpx2.Timeout(CONNECT_S)) as client:
+            while True:
+                try:
+                    response = await client.get("/agentguard/tails")
+                    if response.status_code != 200:
+                        told = f"{source.name} gives no content ({response.status_code}): {_said(response)}"
+                        model.log.say(source.feed.clock(), "info", "source", told)
+                        return
+                    model.content[source.name] = response.json()["tails"]
+                except httpx2.TransportError:
+                    model.content.pop(source.name, None)  # the stream's own outage says why
+                await self._sleep(max(1.0, source.interval_s))
+
+
+def _said(response: httpx2.Response) -> str:
+    """The message of an error of a gateway, else the beginning of what came."""
+    try:
+        return str(response.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return response.text[:120]
+
+
 async def act(client: httpx2.AsyncClient, route: str, body: Mapping[str, Any]) -> dict[str, Any]:
     """An operator's action. Raises ActionRefusedError with what the gateway said."""
     try:
@@ -170,10 +209,6 @@ async def act(client: httpx2.AsyncClient, route: str, body: Mapping[str, Any]) -
     if response.status_code == 404 and route in ("/agentguard/close", "/agentguard/sessions/limit"):
         raise ActionRefusedError("nothing there to act on: it has ended, or the gateway has forgotten it")
     if response.status_code != 200:
-        try:
-            said = response.json()["error"]["message"]
-        except (ValueError, KeyError, TypeError):
-            said = response.text[:120]
-        raise ActionRefusedError(f"the gateway refused it ({response.status_code}): {said}")
+        raise ActionRefusedError(f"the gateway refused it ({response.status_code}): {_said(response)}")
     told: dict[str, Any] = response.json()
     return told

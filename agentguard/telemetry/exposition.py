@@ -44,6 +44,8 @@ _HISTOGRAMS = {
     "vllm:e2e_request_latency_seconds": "e2e_s",
     "vllm:request_queue_time_seconds": "queue_s",
 }
+ENGINES = 256
+"""Engines of one server; more are a label that was not meant as one."""
 FAMILIES = frozenset((*_GAUGES, *_COUNTERS, *_LABELLED, *_HISTOGRAMS))
 _NAME = re.compile(r"(?:# (?:HELP|TYPE) )?([a-zA-Z_:][a-zA-Z0-9_:]*)")
 _SUFFIX = re.compile(r"_(?:total|bucket|count|sum|created)$")
@@ -66,6 +68,8 @@ def read(text: str, t: float) -> list[EngineMetrics]:
     for family in text_string_to_metric_families("".join(_wanted(text))):
         for sample in family.samples:
             if math.isfinite(sample.value):
+                if len(engines) > ENGINES:
+                    raise ValueError(f"more than {ENGINES} values of the label 'engine'; is this one server?")
                 _take(engines.setdefault(sample.labels.get("engine", ""), _Engine()), family.name, sample)
     return [
         EngineMetrics(

@@ -45,6 +45,10 @@ class RoundCollector:
         self._output: OrderedDict[str, tuple[int, bool]] = OrderedDict()
         self._learning = False
 
+    def held(self) -> int:
+        """Objects kept."""
+        return len(self._output) + sum(len(sums.requests) for sums in self._sums.values())
+
     def see(self, event: Event) -> None:
         """Take what else the sums depend on: where a request's output begins, and whether the draft learns."""
         if isinstance(event, StepStarted):
