@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import sys
+
+from agentguard.errors import ConfigError
 from agentguard.monitor.options import Options
 
 
@@ -24,6 +28,9 @@ def run(options: Options) -> int:
     structlog.configure(processors=[drop])
     GLYPHS.ascii = options.ascii
     app = MonitorApp(options, lambda: open_monitor(options), load(options.theme))
+    # Textual reads keys from stdin and draws on stderr; under --web its driver is another one
+    if "TEXTUAL_DRIVER" not in os.environ and not (sys.stdin.isatty() and sys.stderr.isatty()):
+        raise ConfigError("tui", "no terminal", "stdin and stderr must be one; for scripts there is --once, with --json")
     app.run(inline=options.mini, inline_no_clear=options.mini)
     if app.failure is not None:
         raise app.failure

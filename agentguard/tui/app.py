@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeAlias, cast
 
@@ -50,6 +52,7 @@ SAME_S = 60.0
 """Seconds in which the same notice is shown once."""
 INTERVALS = (0.25, 0.5, 1.0, 2.0, 5.0, 10.0)
 SEEK_S = 10.0
+INTERRUPTED = 130
 SPEEDS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
 
 
@@ -147,6 +150,9 @@ class MonitorApp(App[int]):
         if self.options.mini:
             self.switch_mode("mini")
         self.theme_changed_signal.subscribe(self, self._repaint)
+        if not self.is_headless:
+            # without this a SIGTERM would leave the terminal as the screen had set it up
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, partial(self.exit, return_code=INTERRUPTED))
         self.read()
 
     def _repaint(self, _: object) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import importlib
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -14,12 +15,16 @@ import pytest
 from textual.worker import WorkerState
 
 from agentguard.errors import ConfigError
+from agentguard.events import encode_json
+from agentguard.monitor.live import open_monitor
 from agentguard.monitor.options import Options
+from agentguard.monitor.simulator import Simulator
+from agentguard.monitor.snapshot import Playback
 from agentguard.tui import run as run_screen
 from agentguard.tui.app import MonitorApp
 from agentguard.tui.sessions import SessionDetail, Sessions
 from agentguard.tui.settings import Settings, load
-from tests.tui.scenes import SceneMonitor, down, healthy, no_servers, session, stale
+from tests.tui.scenes import SceneMonitor, T, down, healthy, no_servers, session, stale
 from tests.tui.screen import running
 
 
@@ -132,6 +137,41 @@ async def test_live_tail_only_with_content() -> None:
         assert any("let me think about it" in line for line in run.text)
         await run.show(dataclasses.replace(scene, content={}))
         assert any("content is off: this gateway gives none out" in line for line in run.text)
+
+
+async def test_a_real_recording_is_scrubbed(tmp_path: Path) -> None:
+    path = tmp_path / "recording.jsonl"
+    events = Simulator("losing-rule", seed=1, start=T).advance(T + 60)
+    await asyncio.to_thread(path.write_bytes, b"".join(encode_json(event) + b"\n" for _, event in events))
+    options = Options(replay=path, interval_s=0.05)
+    app = MonitorApp(options, lambda: open_monitor(options), Settings(), utc=True)
+
+    async def until(seen: Callable[[Playback], bool]) -> Playback:
+        async with asyncio.timeout(60):
+            while True:
+                playback = app.view().snapshot.playback
+                if playback is not None and seen(playback):
+                    return playback
+                await asyncio.sleep(0.01)
+
+    async with app.run_test(size=(120, 40)) as pilot:
+        start = await until(lambda p: True)
+        await pilot.press("space")
+        held = await until(lambda p: p.paused)
+        await pilot.press("right")
+        later = await until(lambda p: p.at_t > held.at_t)
+        assert later.at_t == pytest.approx(held.at_t + 10)
+        await pilot.press("shift+right")
+        end = await until(lambda p: p.ended)
+        assert end.at_t == start.end_t
+        assert "■ end" in str(app.screen.query_one("#head").render_line(0).text)
+        await pilot.press("left")
+        back = await until(lambda p: not p.ended)
+        assert back.at_t == pytest.approx(end.end_t - 10)
+        await pilot.press("greater_than_sign", "space")
+        await until(lambda p: p.speed == 2.0 and not p.paused)
+        await until(lambda p: p.at_t > back.at_t)
+        assert app.view().snapshot.sessions
 
 
 # settings

@@ -7,6 +7,7 @@ import contextlib
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -61,6 +62,9 @@ class Terminal:
                 return screen
             time.sleep(0.05)
         pytest.fail("\n".join(["the screen never came:", *self.screen()]))
+
+    def processes(self) -> list[int]:
+        return [int(pid) for pid in self._tmux("list-panes", "-F", "#{pane_pid}").split()]
 
     def close(self) -> None:
         with contextlib.suppress(subprocess.CalledProcessError):
@@ -117,6 +121,27 @@ def test_mini_is_six_lines_below_the_prompt(tmp_path: Path) -> None:
         assert sum(bool(line) for line in screen) <= 6
         tty.keys("q")
         tty.until(lambda s: any(line == "ended with 0" for line in s))
+
+
+@needs_tmux
+def test_sigterm_gives_the_terminal_back(tmp_path: Path) -> None:
+    with terminal("--demo", "losing-rule", folder=tmp_path) as tty:
+        tty.until(lambda s: any("qwen3-8b" in line for line in s[4:7]))
+        (shell,) = tty.processes()
+        (child,) = Path(f"/proc/{shell}/task/{shell}/children").read_text().split()
+        os.kill(int(child), signal.SIGTERM)
+        screen = tty.until(lambda s: any(line == "ended with 130" for line in s))
+        assert not any("Overview" in line for line in screen)
+
+
+@pytest.mark.parametrize("words", [["--demo", "losing-rule"], ["--demo", "losing-rule", "--mini"]])
+def test_without_a_terminal_it_names_the_way_for_scripts(words: list[str]) -> None:
+    command = [sys.executable, "-m", "agentguard", "tui", *words]
+    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=60, check=False)
+    assert done.returncode == 2
+    assert "--once" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
 
 
 @needs_tmux
