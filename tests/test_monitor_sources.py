@@ -235,6 +235,19 @@ async def test_a_monitor_shows_what_the_gateway_knows() -> None:
             assert shown.engines[0].think_share == pytest.approx(3 / 7)
 
 
+async def test_another_interval_is_asked_for_without_an_outage() -> None:
+    async with rig(Script()) as r, watched(r.url) as monitor:
+        await monitor.wait(1)
+        source = monitor._sources[r.url]
+        monitor.set_interval(1.5)
+        before = monitor.snapshot().sources[0].samples
+        await until(monitor, lambda s: s.sources[0].samples >= before + 2)
+        shown = monitor.snapshot()
+        assert shown.sources[0].state == "ok"
+        assert not any("stale" in line.text for line in shown.events)
+        assert source.interval_s == 1.5
+
+
 async def test_actions_reach_the_gateway_and_are_told() -> None:
     slow = [item for one in thinking(200) for item in (one, 0.05)]
     script = Script(chat=list(THINKS_AND_ANSWERS), again=slow, complete=[text_chunk([B, STOP], "b", "stop")])
@@ -286,6 +299,12 @@ async def test_a_wrong_key_is_said_where_one_looks() -> None:
             assert (await monitor.wait(1)).sources[0].state == "ok"
 
 
+async def test_a_server_that_is_no_gateway_is_told_so() -> None:
+    async with plain_server({"0": Engine()}) as url, watched(url) as monitor:
+        shown = await until(monitor, lambda s: bool(s.sources[0].error))
+        assert "--metrics" in shown.sources[0].error
+
+
 async def test_a_gateway_without_the_watch_route_is_read_by_its_events(monkeypatch: pytest.MonkeyPatch) -> None:
     script = Script(chat=list(THINKS_AND_ANSWERS))
     async with rig(script) as r:
@@ -327,6 +346,22 @@ async def test_what_is_watched_can_be_recorded_and_played_again(tmp_path: Path) 
         (row.key, row.steps, row.think_share) for row in shown.engines
     ]
     assert played.arms == shown.arms
+
+
+async def test_a_recording_begins_with_the_first_word_although_its_file_opens_later(tmp_path: Path) -> None:
+    model, path = Model(), tmp_path / "r.jsonl"
+    model.add_source("http://s", "gateway")
+    feed = Feed(model)
+    feed.start_recording(path)
+    acted = [OperatorActed(t=float(i), action="tts", target="e", detail=str(i)) for i in range(3)]
+    feed.take("http://s", acted[:2])  # before the recording's task has run at all
+    while feed._early is not None:
+        await asyncio.sleep(0.001)
+    feed.take("http://s", acted[2:])
+    await feed.stop_recording()
+    kept = await asyncio.to_thread(lambda: list(replay(path)))
+    assert isinstance(kept[0], FromSource)
+    assert kept[1:] == acted
 
 
 async def test_a_plain_server_is_recorded_and_played_again(tmp_path: Path) -> None:

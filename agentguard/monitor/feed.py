@@ -23,6 +23,8 @@ class Feed:
         self._hub = Hub()
         self._marked = ""
         self._down: set[str] = set()
+        self._early: list[Event] | None = None
+        """What came before the file was open; None once it is."""
         self._stop: asyncio.Event | None = None
         self._task: asyncio.Task[None] | None = None
         self.recording: Path | None = None
@@ -38,7 +40,7 @@ class Feed:
             if self.recording is not None:
                 if self._marked != source:
                     self._mark(source)
-                self._hub.publish(event)
+                self._record_one(event)
 
     def trouble(self, source: str, error: str, retry_s: float | None = None) -> None:
         self.model.trouble(source, error, retry_s)
@@ -50,25 +52,32 @@ class Feed:
         self._marked = source
         if self.recording is not None:
             kind, state = self.model.sources[source].kind, "down" if error else "ok"
-            self._hub.publish(FromSource(t=self.clock(), source=source, kind=kind, state=state, error=error))
+            self._record_one(FromSource(t=self.clock(), source=source, kind=kind, state=state, error=error))
+
+    def _record_one(self, event: Event) -> None:
+        if self._early is None:
+            self._hub.publish(event)
+        else:
+            self._early.append(event)
 
     def start_recording(self, path: Path) -> None:
         """Raises ConfigError while another one is made. A file that cannot be written is told in the event log."""
         if self.recording is not None:
             raise ConfigError("record", str(path), f"{self.recording} is being written; stop that first")
-        self.recording, self._marked, self._stop = path, "", asyncio.Event()
-        started = asyncio.Event()
-        self._task = asyncio.create_task(self._record(path, self._stop, started), name="monitor recording")
+        self.recording, self._marked, self._early, self._stop = path, "", [], asyncio.Event()
+        self._task = asyncio.create_task(self._record(path, self._stop), name="monitor recording")
 
-    async def _record(self, path: Path, stop: asyncio.Event, started: asyncio.Event) -> None:
+    async def _record(self, path: Path, stop: asyncio.Event) -> None:
         try:
             async with record(self._hub, path):
-                started.set()
+                early, self._early = self._early or [], None
+                for event in early:
+                    self._hub.publish(event)
                 await stop.wait()
         except AgentGuardError as error:
             self.model.log.say(self.clock(), "alarm", "recording", str(error))
         finally:
-            self.recording = None
+            self.recording = self._early = None
 
     async def stop_recording(self) -> None:
         """Returns once the file is complete."""

@@ -54,7 +54,7 @@ class LiveMonitor:
         await self.feed.stop_recording()
 
     def set_interval(self, seconds: float) -> None:
-        """A gateway's stream keeps its interval until it is opened again."""
+        """A gateway's stream is opened anew with it after its next frame."""
         self.model.interval_s = seconds
         for source in self._sources.values():
             source.interval_s = seconds

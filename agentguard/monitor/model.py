@@ -297,33 +297,38 @@ class Model:
     # -- the snapshot --------------------------------------------------------------------------------------------------------------
 
     def snapshot(self, *, playback: Playback | None = None, recording: str | None = None) -> Snapshot:
-        """What is known now. Also the moment at which states are judged and the strip charts go on."""
+        """What is known now; a `tick` too."""
         now = self.clock()
+        self.tick()
         self._number += 1
-        for source in self.sources.values():
-            if source.raw:
-                self._take_rounds(source, now)
-            self._judge_source(source, now)
-        self._judge_engines(now)
-        self.sessions.expire(now)
         names = self._names()
         slots = {key: engine.rounds(now) for key, engine in self.engines.items()}
         engines = tuple(engine.row(names[key], now, slots[key]) for key, engine in self.engines.items())
-        for engine in self.engines.values():
-            engine.tick(now, POINT_S)
         speculation = tuple(engine.speculation(now, slots[key]) for key, engine in self.engines.items())
         sources = tuple(self._source_row(source) for source in self.sources.values())
-        sessions = self._session_rows(now)
+        sessions = self._session_rows()
         return Snapshot(
             number=self._number, t=now, verdict=verdict(sources, engines, sessions, speculation, now), sources=sources,
-            engines=engines,
-            series=tuple(engine.series(POINT_S) for engine in self.engines.values()), sessions=sessions,
+            engines=engines, series=tuple(engine.series(POINT_S) for engine in self.engines.values()), sessions=sessions,
             sessions_hidden=self.sessions.forgotten, speculation=speculation,
             arms=tuple(arm for engine in self.engines.values() for arm in engine.arms), events=self.log.lines(), playback=playback,
             recording=recording,
             content={request: tail for tails in self.content.values() for request, tail in tails.items()},
             window_s=self.window_s, samples=min((s.samples for s in self.sources.values()), default=0),
         )  # fmt: skip
+
+    def tick(self) -> None:
+        """The moment at which states are judged and the strip charts go on."""
+        now = self.clock()
+        for source in self.sources.values():
+            if source.raw:
+                self._take_rounds(source, now)
+            self._judge_source(source, now)
+        self._judge_engines(now)
+        self.sessions.expire(now)
+        self._judge_sessions(now)
+        for engine in self.engines.values():
+            engine.tick(now, POINT_S)
 
     def _judge_source(self, source: _Source, now: float) -> None:
         silent = now - (source.opened_t if source.seen_t is None else source.seen_t)
@@ -358,18 +363,21 @@ class Model:
             elif before in ("slow", "down"):
                 self.log.say(now, "good", "alarm", f"{name} is ok again", same="ok", engine=engine.key)
 
-    def _session_rows(self, now: float) -> tuple[SessionRow, ...]:
-        rows = []
+    def _judge_sessions(self, now: float) -> None:
         for entry in self.sessions.entries.values():
             engine = self.engines.get(entry.source)
-            limit = engine.window_tokens if engine is not None else None
-            band = engine.band if engine is not None else (0.80, 0.85)
-            lost = self.sources[entry.source].state in ("stale", "down")
-            if entry.judge(limit, now) and entry.state in ("looping", "growing"):
+            if entry.judge(engine.window_tokens if engine is not None else None, now) and entry.state in ("looping", "growing"):
                 severity: Severity = "alarm" if entry.state == "looping" else "warning"
                 text, same = f"{entry.id} is {entry.state}: {entry.why}", f"{entry.key} {entry.state}"
                 self.log.say(now, severity, "alarm", text, same=same, engine=entry.source, session=entry.key)
-            rows.append(entry.row(entry.source, limit, band, lost))
+
+    def _session_rows(self) -> tuple[SessionRow, ...]:
+        rows = []
+        for entry in self.sessions.entries.values():
+            engine = self.engines.get(entry.source)
+            band = engine.band if engine is not None else (0.80, 0.85)
+            lost = self.sources[entry.source].state in ("stale", "down")
+            rows.append(entry.row(entry.source, engine.window_tokens if engine is not None else None, band, lost))
         return tuple(rows)
 
     def _source_row(self, source: _Source) -> SourceRow:

@@ -142,7 +142,7 @@ class Player:
         while second <= t:
             self._take(second)
             if t - second <= POINTS_S:
-                self.model.snapshot()
+                self.model.tick()
             second += 1.0
         self._take(t)
         self.at_t = t

@@ -55,6 +55,8 @@ class SessionEntry:
         self.filling, self.growing = Alarm(CONTEXT_SHARE), Alarm(GROWTH_SHARE)
         self.state: SessionState = "idle"
         self.why = ""
+        self._judged: tuple[int | None] | None = None
+        """The window it was judged with; None after a change."""
         self._row: SessionRow | None = None
         self._frame: tuple[object, ...] = ()
 
@@ -63,7 +65,7 @@ class SessionEntry:
 
     def touch(self, t: float) -> None:
         self.last_t = max(self.last_t, t)
-        self._row = None
+        self._row = self._judged = None
 
     def row(self, engine: str, limit: int | None, band: tuple[float, float], lost: bool) -> SessionRow:
         frame = (engine, limit, band, lost)
@@ -89,7 +91,10 @@ class SessionEntry:
         )  # fmt: skip
 
     def judge(self, limit: int | None, now: float) -> bool:
-        """Work out the state; returns whether it changed."""
+        """Work out the state after a change; returns whether it is another one."""
+        if self._judged == (limit,):
+            return False
+        self._judged = (limit,)
         ended = [bar for bar in self.bars if not bar.error]
         share = None if limit is None or self.context is None else self.context / limit
         self.filling.update(share, now)

@@ -63,7 +63,8 @@ class _Source:
         try:
             while True:
                 try:
-                    await self._read()
+                    if await self._read():
+                        continue
                     error = "the server ended the stream"
                 except httpx2.TransportError as failure:
                     error = f"{type(failure).__name__}: {failure}" if str(failure) else type(failure).__name__
@@ -77,14 +78,15 @@ class _Source:
         finally:
             await self.client.aclose()
 
-    async def _read(self) -> None:
+    async def _read(self) -> bool:
+        """Read until the server ends it; True to begin anew at once."""
         raise NotImplementedError
 
 
 class MetricsSource(_Source):
     """A vLLM server that knows nothing of us."""
 
-    async def _read(self) -> None:
+    async def _read(self) -> bool:
         while True:
             response = await self.client.get("/metrics")
             if response.status_code != 200:
@@ -103,7 +105,8 @@ class MetricsSource(_Source):
 class GatewaySource(_Source):
     """A gateway of ours: its watch route, or the raw events of one that does not have it yet."""
 
-    async def _read(self) -> None:
+    async def _read(self) -> bool:
+        asked = self.interval_s
         interval = min(10.0, max(0.25, self.interval_s))
         patience = httpx2.Timeout(CONNECT_S, read=max(15.0, 4 * interval))
         url = f"/guard/v1/watch?interval={interval:g}"
@@ -117,8 +120,11 @@ class GatewaySource(_Source):
                     frame = decode_frame(one.data)
                     self.feed.take(self.name, frame.events, sample=True, dropped=frame.dropped)
                     self.backoff.worked()
+                    if self.interval_s != asked:
+                        return True
         if not found:
             await self._read_events()
+        return False
 
     async def _read_events(self) -> None:
         """Without the watch route: every event as it comes, and the economics beside them."""
@@ -136,6 +142,8 @@ class GatewaySource(_Source):
     async def _ask_economics(self) -> None:
         while True:
             response = await self.client.get("/guard/v1/economics")
+            if response.status_code == 404:
+                raise SourceError("is no gateway of agentguard; watch a vLLM server with --metrics")
             if response.status_code != 200:
                 raise SourceError(f"/guard/v1/economics answered {response.status_code}")
             rows = arm_reports(response.json()["rows"])
