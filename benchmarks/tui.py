@@ -119,8 +119,9 @@ class Gateway:
     def arm(self, ratio: float) -> dict[str, Any]:
         whole = {"value": ratio, "low": ratio - 0.1, "high": ratio + 0.1, "n": 84}
         return {
-            "workload": CLASS, "arm": RULE, "on": True, "since": 0.0, "verdict": "win", "reason": "rounds",
-            "baseline": "live control", "sessions": 84, "steps": 640 + self.frames, "censored": 0, "accepted_length": 2.0, "strict_accepted_length": 0.8, "gain": 1.66,
+            "workload": CLASS, "arm": RULE, "on": True, "since": 0.0, "verdict": "win", "reason": "rounds", "sessions": 84,
+            "baseline": "live control", "steps": 640 + self.frames, "censored": 0, "accepted_length": 2.0,
+            "strict_accepted_length": 0.8, "gain": 1.66,
             "ratios": {"tokens": whole, "rounds": whole, "ttlt": whole},
         }  # fmt: skip
 
