@@ -79,3 +79,25 @@ def test_the_tts_page_names_every_setting_with_its_default() -> None:
             assert float(written) == default
         elif not isinstance(default, bool):
             assert written == str(default)
+
+
+def test_the_page_of_the_screen_names_every_key() -> None:
+    from agentguard.tui.app import MonitorApp
+
+    text = (DOCS / "tui.md").read_text()
+    named = set(re.findall(r"`((?:app|table|overview|sessions|session|speculation|events|help)\.\w+)`", text))
+    pages = {f"app.page_{name}" for name in ("sessions", "speculation", "events", "help")}
+    assert named | pages == MonitorApp.binding_ids()
+
+
+def test_the_readme_shows_the_picture_that_the_script_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As text: a new version of Textual or Rich may write the same screen as another SVG."""
+    from html import unescape
+
+    tui_picture = script("tui_picture", monkeypatch)
+
+    def texts(svg: str) -> list[str]:
+        return [unescape(t).replace("\xa0", " ") for t in re.findall(r"<text[^>]*>([^<]*)</text>", svg)]
+
+    assert texts(tui_picture.picture()) == texts(tui_picture.PICTURE.read_text())
+    assert "](docs/tui.svg)" in (DOCS.parent / "README.md").read_text()

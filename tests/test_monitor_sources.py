@@ -299,6 +299,12 @@ async def test_a_wrong_key_is_said_where_one_looks() -> None:
             assert (await monitor.wait(1)).sources[0].state == "ok"
 
 
+async def test_a_server_that_is_no_gateway_is_told_so() -> None:
+    async with plain_server({"0": Engine()}) as url, watched(url) as monitor:
+        shown = await until(monitor, lambda s: bool(s.sources[0].error))
+        assert "--metrics" in shown.sources[0].error
+
+
 async def test_a_gateway_without_the_watch_route_is_read_by_its_events(monkeypatch: pytest.MonkeyPatch) -> None:
     script = Script(chat=list(THINKS_AND_ANSWERS))
     async with rig(script) as r:

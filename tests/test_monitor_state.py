@@ -494,6 +494,8 @@ def test_a_losing_rule_that_is_still_on_is_an_alarm() -> None:
     )  # fmt: skip
     pinned = economics(verdict="loss", pinned="cactus:delta=0.25,p_min=0.1,top_k=10")
     assert verdict(ready(), pinned)[1].endswith("still on although it is pinned on")
+    off = economics(verdict="loss", on=False, since=990.0, pinned="cactus:delta=0.25,p_min=0.1,top_k=10")
+    assert verdict(ready(), off) == verdict(ready(), pinned)  # the pin goes before the switch
     assert verdict(ready(), economics(verdict="loss", pinned="strict"))[1].endswith("gain 1.61, pinned to strict")
 
 

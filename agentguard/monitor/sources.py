@@ -142,6 +142,8 @@ class GatewaySource(_Source):
     async def _ask_economics(self) -> None:
         while True:
             response = await self.client.get("/guard/v1/economics")
+            if response.status_code == 404:
+                raise SourceError("is no gateway of agentguard; watch a vLLM server with --metrics")
             if response.status_code != 200:
                 raise SourceError(f"/guard/v1/economics answered {response.status_code}")
             rows = arm_reports(response.json()["rows"])

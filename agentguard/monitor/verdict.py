@@ -50,7 +50,7 @@ def _losing(
 ) -> VerdictLine | None:  # fmt: skip
     rows = [
         (one.engine, arm) for one in speculation for arm in one.arms
-        if arm.verdict == "loss" and (not arm.on or arm.pinned == STRICT) == switched and arm.arm != STRICT
+        if arm.verdict == "loss" and _runs_strict(arm) == switched and arm.arm != STRICT
     ]  # fmt: skip
     if not rows:
         return None
@@ -58,11 +58,16 @@ def _losing(
     more = f" (and {len(rows) - 1} more)" if len(rows) > 1 else ""
     text = f"{words.rule(arm.arm)} on {names.get(key, key)}: {_why(arm)}"
     if switched:
-        when = f" {words.age(now - arm.since_t)} ago" if arm.since_t and not arm.on else ""
-        text += f", switched to strict{when}" if not arm.on else ", pinned to strict"
+        when = f" {words.age(now - arm.since_t)} ago" if arm.since_t else ""
+        text += ", pinned to strict" if arm.pinned else f", switched to strict{when}"
         return VerdictLine("warning", text + more, key, "", arm.since_t)
     pinned = " although it is pinned on" if arm.pinned else " and the guard is off"
     return VerdictLine("alarm", f"{text}, still on{pinned}{more}", key, "", arm.since_t)
+
+
+def _runs_strict(arm: ArmRow) -> bool:
+    """An operator's pin goes before the guard's switch."""
+    return (arm.pinned or (arm.arm if arm.on else STRICT)) == STRICT
 
 
 def _why(arm: ArmRow) -> str:

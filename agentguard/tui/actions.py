@@ -1,0 +1,115 @@
+"""What an operator may do to a running system. Each action says what it is about to do, asks, does it and reports.
+
+The app does not offer them under --readonly, and the model refuses them then.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from agentguard.errors import AgentGuardError
+from agentguard.monitor.snapshot import SessionRow
+from agentguard.monitor.words import rule as name_of
+from agentguard.tui.dialogs import Ask, Choose, Confirm
+from agentguard.tui.format import whole
+from agentguard.tui.frame import View
+from agentguard.tui.glyphs import words
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
+    from typing import Any
+
+    from agentguard.tui.app import MonitorApp
+
+Meter = Literal["steps", "tokens", "no_progress"]
+METERS: dict[Meter, str] = {
+    "steps": "steps in all",
+    "tokens": "generated tokens in all",
+    "no_progress": "steps without progress: start counting again",
+}
+AUTO = "auto"
+
+
+async def close_trace(app: MonitorApp, session: SessionRow) -> None:
+    thought = f" at {whole(session.think_tokens)} think tokens" if session.think_tokens is not None else ""
+    if await _sure(app, f"Close the running trace of session {session.id}{thought}? The answer follows at once.", "close it"):
+        await _do(app, app.monitor.close_trace(session.key) if app.monitor is not None else None)
+
+
+async def set_limit(app: MonitorApp, session: SessionRow) -> None:
+    chosen = await app.push_screen_wait(Choose(f"Change which limit of session {session.id}?", list(METERS.items())))
+    meter: Meter | None = next((m for m in METERS if m == chosen), None)
+    if meter is None:
+        return
+    limit = 1
+    if meter != "no_progress":
+        now = {"steps": session.steps, "tokens": session.tokens}[meter]
+        text = await app.push_screen_wait(Ask(f"New limit of {METERS[meter]} (now at {now:,})", check=_positive))
+        if text is None:
+            return
+        limit = int(text)
+    what = f"let session {session.id} use {limit:,} {meter}" if meter != "no_progress" else f"start {session.id}'s count again"
+    if await _sure(app, f"{what[0].upper()}{what[1:]}?", "change it"):
+        await _do(app, app.monitor.set_limit(session.key, meter, limit) if app.monitor is not None else None)
+
+
+async def pin(app: MonitorApp, view: View) -> None:
+    engine = view.engine_row
+    if engine is None:
+        return
+    spec = next((s for s in view.snapshot.speculation if s.engine == engine.key), None)
+    arms = [arm for arm in (spec.arms if spec is not None and spec.arms else view.snapshot.arms) if arm.verdict != "control"]
+    if not arms:
+        app.tell("no arm to pin: this source has no economics, or strict only", "warning", again=True)
+        return
+    names = {f"{arm.workload} {arm.arm}": arm for arm in arms}
+    labels = [
+        (name, words(f"{name_of(arm.arm)} in {arm.workload}" + (f" (pinned: {arm.pinned})" if arm.pinned else "")))
+        for name, arm in names.items()
+    ]
+    chosen = await app.push_screen_wait(Choose("Pin which arm?", labels))
+    if chosen is None:
+        return
+    arm = names[chosen]
+    held = await app.push_screen_wait(
+        Choose(
+            words(f"{name_of(arm.arm)} in {arm.workload}"),
+            [(arm.arm, words(f"hold it on: {name_of(arm.arm)}")), ("strict", "hold it at strict"), (AUTO, "let the guard decide")],
+        )
+    )
+    if held is None:
+        return
+    what = "Let the guard decide again about" if held == AUTO else f"Hold at {name_of(held)}, whatever the guard finds:"
+    if await _sure(app, words(f"{what} {name_of(arm.arm)} in {arm.workload}?"), "do it"):
+        pinned = None if held == AUTO else held
+        await _do(app, app.monitor.pin(engine.key, arm.workload, arm.arm, pinned) if app.monitor is not None else None)
+
+
+async def set_tts(app: MonitorApp, view: View) -> None:
+    engine = view.engine_row
+    spec = None if engine is None else next((s for s in view.snapshot.speculation if s.engine == engine.key), None)
+    if engine is None or spec is None or spec.tts is None or spec.tts.state == "off":
+        app.tell("TTS is off on this engine; a recipe with `tts: {}` turns it on", "warning", again=True)
+        return
+    on = spec.tts.state == "paused"
+    if await _sure(app, f"{'Let the draft learn again' if on else 'Pause the draft’s learning'} on {engine.name}?", "do it"):
+        await _do(app, app.monitor.set_tts(engine.key, on) if app.monitor is not None else None)
+
+
+def _positive(text: str) -> str | None:
+    return None if text.strip().isdecimal() and int(text) > 0 else f"{text!r} is no number above 0"
+
+
+async def _sure(app: MonitorApp, question: str, yes: str) -> bool:
+    return await app.push_screen_wait(Confirm(question, yes)) == "yes"
+
+
+async def _do(app: MonitorApp, work: Coroutine[Any, Any, str] | None) -> None:
+    if work is None:
+        app.tell("the monitor has stopped; r starts it again", "error", again=True)
+        return
+    try:
+        app.tell(await work, again=True)
+    except AgentGuardError as error:
+        app.tell(str(error), "error", again=True)
+    app.action_refresh()
