@@ -318,7 +318,7 @@ class Simulator:
         """Steps it had before we looked, as a gateway tells a reader that comes late."""
         engine, latest = self._engines[session.engine], []
         lengths = (
-            [90, 120, 170, 260] if session.kind == "runaway" else [self._length() for _ in range(self._random.randrange(1, 5))]
+            [90, 120, 170, 260] if session.kind == "runaway" else [self._length() for _ in range(self._random.randrange(1, 4))]
         )
         for think in lengths:
             session.step += 1
