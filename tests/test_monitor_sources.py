@@ -151,6 +151,22 @@ async def test_an_engine_whose_metrics_take_long_delays_no_frame(monkeypatch: py
             assert measured[0].t < measured[1].t, "one scrape is told once"
 
 
+async def test_two_samples_of_a_gateway_that_measures_late_still_give_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(running=7)
+    async with rig(Script()) as r:
+
+        async def late() -> str:
+            await asyncio.sleep(0.3)
+            engine.tokens_out += 50
+            return text({"0": engine})
+
+        monkeypatch.setattr(r.guard.engine, "metrics", late)
+        async with watched(r.url) as monitor:
+            (row,) = (await monitor.wait(2)).engines
+            assert row.window_s is not None
+            assert row.tokens_out_per_s == pytest.approx(50 / row.window_s)
+
+
 async def test_an_engine_whose_metrics_fail_is_told_as_that(monkeypatch: pytest.MonkeyPatch) -> None:
     async with rig(Script()) as r:
 
@@ -614,6 +630,14 @@ async def test_once_waits_for_two_samples_and_prints_json() -> None:
     for row in shown["engines"]:
         assert row["window_s"] > 0
         assert row["tokens_out_per_s"] == pytest.approx(50 / row["window_s"])
+
+
+async def test_once_has_rates_of_a_demo_too() -> None:
+    status, out, _ = await command("--once", "--json", "--demo", "healthy", "--speed", "5")
+    assert status == 0
+    for row in json.loads(out)["engines"]:
+        assert row["window_s"] >= 1
+        assert row["tokens_out_per_s"] is not None
 
 
 async def test_exit_statuses(tmp_path: Path) -> None:

@@ -192,13 +192,14 @@ class EngineState:
         """A point of the strip charts, once in ``every_s``."""
         if self._points and now - self._points[-1].t < every_s * 0.99:
             return
-        lead, (rounds, accepted) = self.lead(), self.spec.recent
+        lead = self.lead()
+        rounds, accepted = map(float, self.spec.recent)
         self.spec.recent = [0, 0]
         drafts = {name: self._grown(name) for name in ("drafts", "accepted", "tokens_out")}
         change = {name: value - self._drafts.get(name, value) for name, value in drafts.items() if value is not None}
         self._drafts = {name: value for name, value in drafts.items() if value is not None}
         if not rounds and change.get("drafts"):
-            rounds, accepted = change["drafts"], change.get("accepted", 0.0)  # type: ignore[assignment]
+            rounds, accepted = change["drafts"], change.get("accepted", 0.0)
         fresh = self.state in ("ok", "slow")
         ratio = lead.length_ratio if lead is not None and fresh else None
         span = now - self._points[-1].t if self._points else every_s

@@ -160,8 +160,8 @@ class Player:
             else:
                 model.take(source, event)
         self._cursor_t = max(self._cursor_t, t)
-        sample = math.floor(t) > self._sampled
-        self._sampled = math.floor(t)
+        seconds = math.floor(t - self.script.start_t)
+        sample, self._sampled = seconds > self._sampled, seconds
         for name, source_state in model.sources.items():
             if not source_state.error:
                 model.heard(name, sample=sample)

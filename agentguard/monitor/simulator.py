@@ -27,8 +27,10 @@ from agentguard.events import (
     Event,
     Fate,
     FromSource,
+    Meter,
     Note,
     OperatorActed,
+    OperatorAction,
     RunningStep,
     SessionAlarm,
     SessionSeen,
@@ -37,6 +39,7 @@ from agentguard.events import (
     StepStarted,
     TraceClosed,
     TtsChanged,
+    TtsState,
     VerificationStep,
     Verified,
     arm_reports,
@@ -244,8 +247,8 @@ class Simulator:
     def _of_source(self, source: str) -> _Engine:
         return next(engine for engine in self._engines if engine.source == source)
 
-    def _acted(self, source: str, action: str, target: str, detail: str) -> None:
-        event = OperatorActed(t=self.now, action=action, target=target, detail=detail)  # type: ignore[arg-type]
+    def _acted(self, source: str, action: OperatorAction, target: str, detail: str) -> None:
+        event = OperatorActed(t=self.now, action=action, target=target, detail=detail)
         self._of_source(source).waiting.append(event)
 
     # -- the beginning -------------------------------------------------------------------------------------------------------------
@@ -318,7 +321,7 @@ class Simulator:
         """Steps it had before we looked, as a gateway tells a reader that comes late."""
         engine, latest = self._engines[session.engine], []
         lengths = (
-            [90, 120, 170, 260] if session.kind == "runaway" else [self._length() for _ in range(self._random.randrange(1, 5))]
+            [90, 120, 170, 260] if session.kind == "runaway" else [self._length() for _ in range(self._random.randrange(1, 4))]
         )
         for think in lengths:
             session.step += 1
@@ -492,9 +495,9 @@ class Simulator:
         if session.fruitless == 3:
             engine.waiting.append(self._meter(session, "no_progress", 3, 3, False))
 
-    def _meter(self, session: _Session, meter: str, value: int, limit: int, stopped: bool) -> SessionAlarm:
+    def _meter(self, session: _Session, meter: Meter, value: int, limit: int, stopped: bool) -> SessionAlarm:
         return SessionAlarm(
-            t=self.now, session=session.name, step=session.step, meter=meter, value=value, limit=limit, stopped=stopped,  # type: ignore[arg-type]
+            t=self.now, session=session.name, step=session.step, meter=meter, value=value, limit=limit, stopped=stopped,
         )  # fmt: skip
 
     def _second(self, engine: _Engine, number: int) -> None:
@@ -595,8 +598,8 @@ class Simulator:
             gain=1 + 0.18 * learned, break_even=1.04,
         )  # fmt: skip
 
-    def _tts(self, engine: _Engine, state: str, reason: str) -> TtsChanged:
-        return TtsChanged(t=self.now, engine="engine-0", state=state, reason=reason, epoch=1, version=engine.version)  # type: ignore[arg-type]
+    def _tts(self, engine: _Engine, state: TtsState, reason: str) -> TtsChanged:
+        return TtsChanged(t=self.now, engine="engine-0", state=state, reason=reason, epoch=1, version=engine.version)
 
     def _tell_economics(self, engine: _Engine) -> None:
         engine.waiting.append(EconomicsReport(t=self.now, rows=arm_reports(report(engine.book)["rows"])))
