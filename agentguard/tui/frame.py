@@ -45,6 +45,11 @@ class View:
     """Key of the engine whose charts and speculation are shown."""
 
     @property
+    def tab(self) -> str:
+        """The title that is marked: one session belongs to the sessions."""
+        return "sessions" if self.page == "session" else self.page
+
+    @property
     def engine_row(self) -> EngineRow | None:
         engines = self.snapshot.engines
         return next((e for e in engines if e.key == self.engine), engines[0] if engines else None)
@@ -117,7 +122,7 @@ def head_line(view: View, width: int) -> Line:
     room = width - width_of(end) - 2
     full = tuple(_tabs(view, [title for _, title in PAGES], " "))
     short = tuple(_tabs(view, _SHORT, " "))
-    least = tuple(_tabs(view, [title if name == view.page else "" for name, title in PAGES], ""))
+    least = tuple(_tabs(view, [title if name == view.tab else "" for name, title in PAGES], ""))
     brand: Line = (("agentguard ", "title"),)
     for tabs in ((*brand, *full), full, short, least):
         if width_of(tabs) <= room:
@@ -131,7 +136,7 @@ def _tabs(view: View, titles: Sequence[str], gap: str) -> list[Span]:
         number_of = str(i)
         text = f"{number_of} {title}" if title else number_of
         # brackets, so that the page is told without colour; the others keep the room
-        spans.append((f"[{text}]", "tab") if name == view.page else (f" {text} ", "dim"))
+        spans.append((f"[{text}]", "tab") if name == view.tab else (f" {text} ", "dim"))
         if gap:
             spans.append((gap, "dim"))
     return spans
