@@ -142,10 +142,7 @@ class GatewaySource(_Source):
     async def _ask_economics(self) -> None:
         while True:
             response = await self.client.get("/guard/v1/economics")
-            if response.status_code == 404:
-                raise SourceError("is no gateway of agentguard; watch a vLLM server with --metrics")
-            if response.status_code != 200:
-                raise SourceError(f"/guard/v1/economics answered {response.status_code}")
+            await _check(response, "/guard/v1/economics")
             rows = arm_reports(response.json()["rows"])
             self.feed.take(self.name, [EconomicsReport(t=self.feed.clock(), rows=rows)], sample=True)
             self.backoff.worked()
@@ -164,6 +161,8 @@ class GatewaySource(_Source):
 async def _check(response: httpx2.Response, route: str) -> None:
     if response.status_code in (401, 403):
         raise SourceError(f"{route} answered {response.status_code}: the key is missing or wrong; set AGENTGUARD_API_KEY")
+    if response.status_code == 404:
+        raise SourceError("this is no gateway of agentguard; watch a vLLM server with --metrics")
     if response.status_code != 200:
         text = (await response.aread()).decode(errors="replace")[:120]
         raise SourceError(f"{route} answered {response.status_code}: {text}")
