@@ -29,6 +29,11 @@ _SHORT = ("Over", "Sess", "Spec", "Evts", "Help")
 VERDICT_LINES = 2
 
 
+def source_key(source: SourceRow) -> str:
+    """Key of the row that stands for a source without engines."""
+    return f"source {source.name}"
+
+
 @dataclass(frozen=True, slots=True)
 class View:
     """What a page draws from. ``paused``: the screen stands still while the monitor reads on. ``broken``: why the monitor itself
@@ -42,7 +47,7 @@ class View:
     broken: str = ""
     utc: bool = False
     engine: str | None = None
-    """Key of the engine whose charts and speculation are shown."""
+    """Key of the engine whose charts and speculation are shown, or `source_key` of a source without any."""
 
     @property
     def tab(self) -> str:
@@ -51,8 +56,16 @@ class View:
 
     @property
     def engine_row(self) -> EngineRow | None:
+        """The chosen engine, else the first; None where a source without engines was chosen."""
         engines = self.snapshot.engines
+        if self.source_row is not None:
+            return None
         return next((e for e in engines if e.key == self.engine), engines[0] if engines else None)
+
+    @property
+    def source_row(self) -> SourceRow | None:
+        """The chosen source, where it has shown no engine yet."""
+        return next((s for s in self.snapshot.sources if source_key(s) == self.engine), None)
 
     @property
     def engine_names(self) -> dict[str, str]:
