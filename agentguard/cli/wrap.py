@@ -82,7 +82,8 @@ async def _wrap(
         else:
             program = await asyncio.to_thread(litellm_command, litellm, lock)
             click.echo("agentguard: starting the proxy …", err=True)
-            served = serve_proxy(program, backend, master_key=key, port=free_port() if elsewhere else port)
+            # of its own, on a port of its own: it ends with this command, and another one must not come to rely on it
+            served = serve_proxy(program, backend, master_key=key, port=free_port())
             behind, started = await stack.enter_async_context(served)
             url = started.url
         target = Target(url, key, behind.model, behind.window)

@@ -31,6 +31,7 @@ from agentguard.errors import (
     SessionLimitError,
 )
 from agentguard.events import OperatorActed, OperatorAction, encode_json
+from agentguard.gateway.pages import RefusePages
 from agentguard.gateway.watch import WATCHERS, Watch, interval_of
 from agentguard.identity import Guesses, identify
 from agentguard.middleware import Guard, Reply
@@ -44,6 +45,8 @@ TAILS, TAIL_CHARACTERS = 128, 600
 """Running traces whose latest words are shown at once, and how many of them."""
 PAUSED_S = 60
 """Seconds a client of a stopped session should wait; it goes on once an operator has raised the limit."""
+BUSY_S = 5
+"""Of an engine that is there and says 503 without a word on when."""
 RESTART_S = 30
 """Seconds an engine takes to come back, or so."""
 T = TypeVar("T")
@@ -181,6 +184,7 @@ def create_app(guard: Guard, *, api_key: str | None = None, operator_key: str | 
     )
     if api_key is not None or operator_key is not None:
         app.add_middleware(RequireKey, api_key=api_key, operator_key=operator_key)
+    app.add_middleware(RefusePages, keyed=api_key is not None)
     app.add_middleware(EndQuietly)
     return app
 
@@ -429,6 +433,6 @@ def _retry(error: AgentGuardError) -> dict[str, str]:
         return {"x-should-retry": "false"}
     if isinstance(error, EngineDiedError):
         return {"retry-after": str(RESTART_S)}
-    if isinstance(error, EngineRequestError) and error.retry_after:
-        return {"retry-after": error.retry_after}
+    if isinstance(error, EngineRequestError) and (error.retry_after or error.status == 503):
+        return {"retry-after": error.retry_after or str(BUSY_S)}
     return {}
