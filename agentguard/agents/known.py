@@ -112,6 +112,7 @@ def _opencode(target: Target, home: Path, arguments: Sequence[str]) -> Setup:
     env: dict[str, str | None] = {
         "OPENCODE_CONFIG": str(home / "opencode.json"),
         "OPENCODE_DISABLE_AUTOUPDATE": "1",
+        "XDG_CONFIG_HOME": str(home / "config"),  # it writes a schema's address into the user's own file
         "XDG_DATA_HOME": str(home / "data"),
         "XDG_STATE_HOME": str(home / "state"),
         KEY: target.key,

@@ -42,8 +42,9 @@ def client(request: pytest.FixtureRequest) -> str:
     return name
 
 
-async def wrapped(command: list[str], behind: str, gateway: str, key: str, home: Path, **env: str) -> tuple[int, str, str]:
-    arguments = [sys.executable, "-m", "agentguard", "wrap", "--proxy", behind, "--gateway", gateway, "--", *command]
+async def run_agent_in(command: list[str], proxy: str, gateway: str, key: str, home: Path, **env: str) -> tuple[int, str, str]:
+    """`agentguard wrap` in a clean home: exit code, stdout, stderr."""
+    arguments = [sys.executable, "-m", "agentguard", "wrap", "--proxy", proxy, "--gateway", gateway, "--", *command]
     work = home / "work"
     work.mkdir()
     process = await asyncio.create_subprocess_exec(
@@ -58,7 +59,7 @@ async def wrapped(command: list[str], behind: str, gateway: str, key: str, home:
 async def test_an_agent_finishes_its_tool_loop_though_its_model_runs_away(client: str, behind: Behind, home: Path) -> None:
     target = home / "work" / "made.txt"
     behind.says(Script(chat=agent(str(target)), window=131_072, carrier="reasoning"))
-    code, out, said = await wrapped(COMMANDS[client], behind.proxy.url, behind.gateway, behind.key, home)
+    code, out, said = await run_agent_in(COMMANDS[client], behind.proxy.url, behind.gateway, behind.key, home)
     assert code == 0, out + said
     assert target.read_text() == WRITTEN
     session = one_session(behind.finished, client)

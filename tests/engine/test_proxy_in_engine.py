@@ -1,0 +1,135 @@
+"""LiteLLM in front of a real vLLM with our plugin: the SDKs on the reference pair, and coding agents on the SmolLM2 target.
+
+The agents' prompts are thousands of tokens long, which the reference pair's vocabulary of single characters cannot hold, so theirs
+run where AGENTGUARD_SMOLLM2 names the folder `recipes/smollm2_pair` built (its `target-think`). What the model says is of no
+interest; that the conversation holds is.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from agentguard.engines.vllm_process import free_port
+from agentguard.events import Event, StepFinished, TraceClosed
+from agentguard.gateway.server import serve_stack
+from agentguard.policy import Policy
+from agentguard.proxy.environment import prepare
+from agentguard.proxy.process import litellm_process
+from agentguard.telemetry.hub import Hub
+from tests.conftest import RunningStack
+from tests.proxy.conftest import CLIENTS, Behind, home  # noqa: F401
+from tests.proxy.test_clients import COMMANDS, IDS, run_agent_in
+from tests.proxy.test_protocols import ASKS
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.proxy,
+    pytest.mark.asyncio(loop_scope="session"),
+    pytest.mark.timeout(900),
+]
+LONG = "a=47;b=a+8;c=b-3;d=c+9;e=d-2;f=e+1;g=f+7;h=g-6;?h;!40"
+BUDGET = 40
+
+
+@dataclass
+class Served:
+    gateway: str
+    proxy: str
+    key: str
+    events: list[Event]
+
+    def finished(self, mark: int) -> list[StepFinished]:
+        return [e for e in self.events[mark:] if isinstance(e, StepFinished)]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def reference(running: RunningStack) -> AsyncIterator[Behind]:
+    key, guard = f"sk-{secrets.token_hex(32)}", running.stack.guard
+    command, url = prepare(), running.stack.url
+    async with litellm_process(command, model=guard.info.model, gateway=url, master_key=key, port=free_port()) as proxy:
+        yield Behind(None, guard, running.events, url, proxy, key)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("protocol", list(ASKS))
+async def test_an_sdk_is_recognised_counted_and_kept_to_its_budget(reference: Behind, protocol: str, stream: bool) -> None:
+    mark, headers = len(reference.events), {"x-session-id": f"sdk-{protocol}-{stream}"}
+    asked = [{"role": "user", "content": LONG}]
+    prompt = {"input": LONG, "model": reference.guard.info.model} if protocol == "responses" else {"messages": asked}
+    if protocol == "chat":
+        prompt["model"] = reference.guard.info.model
+    thinking = {"thinking": {"type": "enabled", "budget_tokens": BUDGET}}
+    budget = thinking if protocol == "messages" else {"extra_body": {"thinking_token_budget": BUDGET}}
+    for seed in (1, 2):
+        turn = await ASKS[protocol](
+            reference, stream=stream, tools=False, extra_headers=headers, temperature=1.0,
+            **prompt | budget | ({"seed": seed} if protocol == "chat" else {}),
+        )  # fmt: skip
+        assert turn.text.strip()
+        assert turn.finish in ("stop", "length", "end_turn", "max_tokens", "completed", "incomplete")
+    steps = [e for e in reference.events[mark:] if isinstance(e, StepFinished)]
+    assert [(s.session.partition("/")[2], s.step) for s in steps] == [(headers["x-session-id"], 1), (headers["x-session-id"], 2)]
+    assert all(s.think_tokens <= BUDGET and not s.error and not s.estimated for s in steps)
+    assert any(s.closed == "budget" and s.think_tokens == BUDGET for s in steps)
+    await reference.clients.pop().close()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def smollm2() -> AsyncIterator[Served]:
+    """Answers are cut at 160 tokens by the engine, so that a model that never stops does."""
+    folder = os.environ.get("AGENTGUARD_SMOLLM2")
+    if not folder:
+        pytest.skip("AGENTGUARD_SMOLLM2 does not name the models that recipes/smollm2_pair builds")
+    extra = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--override-generation-config", '{"max_new_tokens": 160}']
+    policy = Policy.model_validate(
+        {
+            "model": str(Path(folder) / "target-think"),
+            "cutoff": {"think_tokens": BUDGET},
+            "engine": {"max_model_len": 8192, "dtype": "bfloat16", "extra_args": extra},
+        }
+    )
+    events: list[Event] = []
+    hub, key = Hub(), f"sk-{secrets.token_hex(32)}"
+    with hub.sink(events.append):
+        async with (
+            serve_stack(policy, hub=hub) as stack,
+            litellm_process(prepare(), model="target-think", gateway=stack.url, master_key=key, port=free_port()) as proxy,
+        ):
+            yield Served(stack.url, proxy.url, key, events)
+
+
+SMALLER = {
+    "claude": ["--tools", "Bash", "--system-prompt", "You are an agent."],
+    "codex": [],
+    "opencode": [],
+    "mini": [],
+}
+
+
+@pytest.mark.clients
+@pytest.mark.parametrize("client", list(COMMANDS))
+async def test_an_agent_talks_to_a_model_that_never_stops_thinking(smollm2: Served, client: str, home: Path) -> None:  # noqa: F811
+    if not (CLIENTS / client).exists():
+        pytest.skip(f"{client} is not installed; 'make test-clients' does it")
+    mark = len(smollm2.events)
+    small = {"CLAUDE_CODE_MAX_OUTPUT_TOKENS": "1024"}
+    command = [*COMMANDS[client], *SMALLER[client]]
+    code, out, said = await run_agent_in(command, smollm2.proxy, smollm2.gateway, smollm2.key, home, **small)
+    # Claude Code and Codex end with 1 and a message where an answer was cut off at its limit; nobody hangs, nobody crashes
+    assert code in (0, 1), out + said
+    steps = smollm2.finished(mark)
+    assert steps, out + said
+    assert all(IDS[client] in s.session.partition("/")[2] for s in steps)
+    assert all(not s.error and s.think_tokens <= BUDGET for s in steps)
+    assert [s.step for s in steps] == list(range(1, len(steps) + 1))
+    closed = [e for e in smollm2.events[mark:] if isinstance(e, TraceClosed)]
+    assert closed
+    assert {(e.reason, e.how) for e in closed} == {("budget", "engine")}
+    assert f"{len(steps)} step" in said
