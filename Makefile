@@ -5,13 +5,21 @@ BIN := $(VENV)/bin
 LOCK := locks/engine-cpu.txt
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint install clean
+.PHONY: demo test test-clients mini-swe-agent lint install clean
 
 demo: $(STAMP)
 	$(BIN)/agentguard demo
 
 test: $(STAMP)
 	$(BIN)/python -m pytest
+
+# Claude Code, Codex, opencode (npm) and mini-swe-agent, into the user's cache, and the tests that run them.
+test-clients: $(STAMP)
+	$(BIN)/python -m tests.proxy.clients --npm
+	$(BIN)/python -m pytest -m clients
+
+mini-swe-agent: $(STAMP)
+	$(BIN)/python -m tests.proxy.clients
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

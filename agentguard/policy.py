@@ -131,6 +131,8 @@ class EngineOptions(_Model):
     """K, the drafted tokens of a round."""
     reasoning_parser: str | None = None
     """vLLM's parser for the model's think markers; None: the family's."""
+    tool_parser: str | None = None
+    """vLLM's parser for the model's tool calls (hermes for Qwen and others), which coding agents need; None: no tools."""
     kv_cache_gb: float = Field(1.0, gt=0)
     """Memory of the KV cache in GiB, on CPU."""
     start_timeout_s: float = Field(300.0, gt=0)

@@ -95,6 +95,8 @@ def command(policy: Policy, port: int, telemetry: str) -> list[str]:
         "--additional-config": json.dumps({"agentguard": settings}),
         "--disable-uvicorn-access-log": None,
     }
+    if options.tool_parser is not None:
+        args |= {"--enable-auto-tool-choice": None, "--tool-call-parser": options.tool_parser}
     if options.max_model_len is not None:
         args["--max-model-len"] = str(options.max_model_len)
     if family.transition or family.lead:

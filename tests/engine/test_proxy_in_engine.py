@@ -24,7 +24,8 @@ from agentguard.proxy.environment import prepare
 from agentguard.proxy.process import litellm_process
 from agentguard.telemetry.hub import Hub
 from tests.conftest import RunningStack
-from tests.proxy.conftest import CLIENTS, Behind, home  # noqa: F401
+from tests.proxy.clients import BIN
+from tests.proxy.conftest import Behind, home  # noqa: F401
 from tests.proxy.test_clients import COMMANDS, IDS, run_agent_in
 from tests.proxy.test_protocols import ASKS
 
@@ -50,11 +51,18 @@ class Served:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def reference(running: RunningStack) -> AsyncIterator[Behind]:
+async def litellm_before_it(running: RunningStack) -> AsyncIterator[Behind]:
     key, guard = f"sk-{secrets.token_hex(32)}", running.stack.guard
     command, url = prepare(), running.stack.url
     async with litellm_process(command, model=guard.info.model, gateway=url, master_key=key, port=free_port()) as proxy:
         yield Behind(None, guard, running.events, url, proxy, key)  # type: ignore[arg-type]
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def reference(litellm_before_it: Behind) -> AsyncIterator[Behind]:
+    yield litellm_before_it
+    while litellm_before_it.clients:
+        await litellm_before_it.clients.pop().close()
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -69,7 +77,7 @@ async def test_an_sdk_is_recognised_counted_and_kept_to_its_budget(reference: Be
     budget = thinking if protocol == "messages" else {"extra_body": {"thinking_token_budget": BUDGET}}
     for seed in (1, 2):
         turn = await ASKS[protocol](
-            reference, stream=stream, tools=False, extra_headers=headers, temperature=1.0,
+            reference, stream=stream, tools=False, extra_headers=headers,
             **prompt | budget | ({"seed": seed} if protocol == "chat" else {}),
         )  # fmt: skip
         assert turn.text.strip()
@@ -78,7 +86,6 @@ async def test_an_sdk_is_recognised_counted_and_kept_to_its_budget(reference: Be
     assert [(s.session.partition("/")[2], s.step) for s in steps] == [(headers["x-session-id"], 1), (headers["x-session-id"], 2)]
     assert all(s.think_tokens <= BUDGET and not s.error and not s.estimated for s in steps)
     assert any(s.closed == "budget" and s.think_tokens == BUDGET for s in steps)
-    await reference.clients.pop().close()
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
@@ -87,12 +94,12 @@ async def smollm2() -> AsyncIterator[Served]:
     folder = os.environ.get("AGENTGUARD_SMOLLM2")
     if not folder:
         pytest.skip("AGENTGUARD_SMOLLM2 does not name the models that recipes/smollm2_pair builds")
-    extra = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--override-generation-config", '{"max_new_tokens": 160}']
+    extra = ["--override-generation-config", '{"max_new_tokens": 160}']
     policy = Policy.model_validate(
         {
             "model": str(Path(folder) / "target-think"),
             "cutoff": {"think_tokens": BUDGET},
-            "engine": {"max_model_len": 8192, "dtype": "bfloat16", "extra_args": extra},
+            "engine": {"max_model_len": 8192, "dtype": "bfloat16", "tool_parser": "hermes", "extra_args": extra},
         }
     )
     events: list[Event] = []
@@ -116,7 +123,7 @@ SMALLER = {
 @pytest.mark.clients
 @pytest.mark.parametrize("client", list(COMMANDS))
 async def test_an_agent_talks_to_a_model_that_never_stops_thinking(smollm2: Served, client: str, home: Path) -> None:  # noqa: F811
-    if not (CLIENTS / client).exists():
+    if not (BIN / client).exists():
         pytest.skip(f"{client} is not installed; 'make test-clients' does it")
     mark = len(smollm2.events)
     small = {"CLAUDE_CODE_MAX_OUTPUT_TOKENS": "1024"}

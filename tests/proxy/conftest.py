@@ -25,10 +25,10 @@ from agentguard.policy import Policy
 from agentguard.proxy.environment import prepare
 from agentguard.proxy.process import Proxy, litellm_process
 from agentguard.telemetry.hub import Hub
+from tests.proxy.clients import BIN
 from tests.scripted import Script, upstream
 
 POLICY = Policy.model_validate({"model": "scripted", "cutoff": {"think_tokens": 200}})
-CLIENTS = cache_dir() / "clients" / "bin"
 
 
 @dataclass
@@ -146,7 +146,7 @@ def agent_environment(home: Path, key: str) -> dict[str, str]:
     kept = {k: v for k, v in os.environ.items() if k in ("LANG", "PYTHONPATH", "TERM")}
     return kept | {
         "HOME": str(home),
-        "PATH": f"{CLIENTS}:{os.environ['PATH']}",
+        "PATH": f"{BIN}:{os.environ['PATH']}",
         "XDG_CACHE_HOME": str(cache_dir().parent),
         "AGENTGUARD_PROXY_KEY": key,
     }

@@ -14,7 +14,8 @@ import pytest
 
 from agentguard.events import StepFinished
 from tests.proxy.agent import WRITTEN, agent
-from tests.proxy.conftest import CLIENTS, Behind, agent_environment
+from tests.proxy.clients import BIN
+from tests.proxy.conftest import Behind, agent_environment
 from tests.scripted import Script
 
 pytestmark = [
@@ -37,7 +38,7 @@ IDS = {"claude": "-", "codex": "-", "opencode": "ses_", "mini": "h-"}
 @pytest.fixture(params=list(COMMANDS))
 def client(request: pytest.FixtureRequest) -> str:
     name: str = request.param
-    if not (CLIENTS / name).exists():
+    if not (BIN / name).exists():
         pytest.skip(f"{name} is not installed; 'make test-clients' does it")
     return name
 
