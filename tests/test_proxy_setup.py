@@ -163,6 +163,7 @@ def test_the_configuration_is_closed_and_holds_no_secret() -> None:
         assert model["litellm_params"]["api_key"] == "os.environ/AGENTGUARD_API_KEY"
     assert settings["general_settings"]["missing_session_id"] == "omit"
     assert settings["general_settings"]["forward_client_headers_to_llm_api"] is True
+    assert settings["general_settings"]["cancel_on_disconnect"] is True
     assert settings["router_settings"]["disable_cooldowns"] is True
     assert settings["litellm_settings"]["num_retries"] == 0
     assert yaml.safe_load(as_yaml(settings)) == settings

@@ -43,6 +43,7 @@ def config(model: str, gateway: str, *, keyed: bool) -> dict[str, Any]:
             "master_key": f"os.environ/{MASTER_KEY}",
             "forward_client_headers_to_llm_api": True,
             "missing_session_id": "omit",
+            "cancel_on_disconnect": True,
             "disable_spend_logs": True,
         },
     }

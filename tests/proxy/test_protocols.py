@@ -333,10 +333,11 @@ async def test_an_engine_that_dies_in_the_middle_ends_the_stream_with_an_error(b
     assert behind.finished[0].error
 
 
+@pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-async def test_a_client_that_hangs_up_stops_the_engine(behind: Behind, protocol: str) -> None:
+async def test_a_client_that_hangs_up_stops_the_engine(behind: Behind, protocol: str, stream: bool) -> None:
     script = behind.says(Script(chat=thinking(20), hold=asyncio.Event(), window=8192, aborted=asyncio.Event()))
-    working = asyncio.create_task(ASKS[protocol](behind, stream=True, tools=False))
+    working = asyncio.create_task(ASKS[protocol](behind, stream=stream, tools=False))
     while not script.seen:
         await asyncio.sleep(0.02)
     await asyncio.sleep(0.5)
