@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from agentguard.errors import ConfigError, EngineStartError
+from agentguard.policy import load
 from agentguard.proxy import environment
 from agentguard.proxy.config import as_yaml, check_address, config, key_file, master_key
 from agentguard.proxy.environment import check_lock, lock_file, own_litellm, prepare, refuse_compromised
@@ -167,6 +168,20 @@ def test_the_configuration_is_closed_and_holds_no_secret() -> None:
     assert settings["router_settings"]["disable_cooldowns"] is True
     assert settings["litellm_settings"]["num_retries"] == 0
     assert yaml.safe_load(as_yaml(settings)) == settings
+
+
+def test_the_recipes_are_what_they_are_read_as() -> None:
+    recipes = Path(__file__).parents[1] / "recipes"
+    for path in (recipes / "agents.yaml", recipes / "replicas" / "replica.yaml"):
+        assert load(path).engine.tool_parser == "hermes"
+    compose = yaml.safe_load((recipes / "litellm-compose" / "compose.yaml").read_text())
+    assert all(port.startswith("127.0.0.1:") for service in compose["services"].values() for port in service["ports"])
+    own = config("*", "http://guard:8484", keyed=True)
+    for path in recipes.glob("*/config.yaml"):
+        settings = yaml.safe_load(path.read_text())
+        assert settings["general_settings"].items() <= own["general_settings"].items()
+        assert settings["litellm_settings"].items() <= own["litellm_settings"].items()
+        assert own["router_settings"].items() <= settings["router_settings"].items()
 
 
 def test_print_config_needs_nothing_that_runs() -> None:

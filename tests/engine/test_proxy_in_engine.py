@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,6 +87,20 @@ async def test_an_sdk_is_recognised_counted_and_kept_to_its_budget(reference: Be
     assert [(s.session.partition("/")[2], s.step) for s in steps] == [(headers["x-session-id"], 1), (headers["x-session-id"], 2)]
     assert all(s.think_tokens <= BUDGET and not s.error and not s.estimated for s in steps)
     assert any(s.closed == "budget" and s.think_tokens == BUDGET for s in steps)
+
+
+@pytest.mark.parametrize("name", ["openai-sdk", "anthropic-sdk"])
+async def test_an_sdk_s_example_runs_as_its_readme_says(reference: Behind, tmp_path: Path, name: str) -> None:
+    example = Path(__file__).parents[2] / "examples" / name / "agent.py"
+    mark, command = len(reference.events), [sys.executable, str(example)]
+    code, out, said = await run_agent_in(command, reference.proxy.url, reference.gateway, reference.key, tmp_path)
+    assert code == 0, out + said
+    steps = [e for e in reference.events[mark:] if isinstance(e, StepFinished)]
+    assert len(steps) == {"openai-sdk": 2, "anthropic-sdk": 1}[name]
+    assert len({s.session for s in steps}) == 1
+    assert steps[0].session.partition("/")[2].startswith("example-")
+    assert all(s.think_tokens <= 200 for s in steps)
+    assert len(out.splitlines()) == 2
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")

@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.proxy,
     pytest.mark.clients,
     pytest.mark.asyncio(loop_scope="session"),
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(900),
 ]
 TASK = "write the file"
 COMMANDS = {

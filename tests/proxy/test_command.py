@@ -27,7 +27,7 @@ from agentguard.events import StepFinished
 from tests.proxy.conftest import guarded
 from tests.scripted import END, STOP, USAGE, A, B, Script, chunk, upstream
 
-pytestmark = [pytest.mark.proxy, pytest.mark.usefixtures("litellm"), pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.proxy, pytest.mark.usefixtures("litellm"), pytest.mark.timeout(900)]
 ANSWERS = [chunk([A, END, B], reasoning="a", content="b"), chunk([STOP], finish="stop"), USAGE]
 ASK = {"model": "scripted", "messages": [{"role": "user", "content": "hi"}]}
 

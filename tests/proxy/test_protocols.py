@@ -18,7 +18,8 @@ from tests.proxy.agent import DONE, agent
 from tests.proxy.conftest import Behind
 from tests.scripted import END, STOP, USAGE, A, B, Items, Script, chunk, thinking
 
-pytestmark = [pytest.mark.proxy, pytest.mark.asyncio(loop_scope="session")]
+# the first run makes LiteLLM's environment
+pytestmark = [pytest.mark.proxy, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(900)]
 SCHEMA = {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]}
 ASK = [{"role": "user", "content": "write the file"}]
 PROTOCOLS = ("chat", "messages", "responses")
