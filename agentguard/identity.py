@@ -27,11 +27,16 @@ IDLE_S = 1800.0
 _VENDOR = re.compile(r"x-[a-z0-9-]+-session-id")
 _SAFE = re.compile(r"[\x21-\x7e]{1,256}")
 _VOLATILE = re.compile(
-    r"<system-reminder>.*?</system-reminder>|x-anthropic-billing-header:[^\n]*"
-    r"|\d{4}-\d\d-\d\d(?:[T ]\d\d:\d\d(?::\d\d)?\S*)?|\b(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun)\w*,? [^\n]*\d{4}|\d{1,2}/\d{1,2}/\d{4}",
+    r"<system-reminder>.*?(?:</system-reminder>|\Z)|x-anthropic-billing-header:[^\n]*"
+    r"|\d{4}-\d\d-\d\d(?:[T ]\d\d:\d\d(?::\d\d)?[\w.+:-]{0,20})?"
+    r"|\b(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun)[a-z]{0,6},? [^\n]{0,40}?\d{4}|\d{1,2}/\d{1,2}/\d{4}",
     re.DOTALL,
 )
 """What changes between two prompts of one session: reminders, client versions, dates."""
+
+
+_READ = 32_768
+"""Characters of a text that are looked at; a prompt may be megabytes long, and this runs on the gateway's loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +174,7 @@ def messages_of(body: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
 def _stable(content: Any) -> str:
     if isinstance(content, list):
         content = "\n".join(str(p.get("text") or "") for p in content if isinstance(p, dict))
-    return _VOLATILE.sub("", content).strip() if isinstance(content, str) else ""
+    return _VOLATILE.sub("", content[:_READ]).strip() if isinstance(content, str) else ""
 
 
 class Guesses:

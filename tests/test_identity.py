@@ -52,6 +52,12 @@ def test_the_same_beginning_is_the_same_session_in_every_protocol(body: dict[str
     assert guess(body, "") == guess(CHAT, "")
 
 
+@pytest.mark.parametrize("piece", ["Mon ", "<system-reminder>", "2026-11-30T", "Monday, 1 ", "1/1/"])
+def test_a_prompt_made_to_be_slow_is_not(piece: str) -> None:
+    """Four megabytes of it would take hours with a pattern that looks ahead without a bound; a hang fails by the timeout."""
+    assert guess({"messages": [{"role": "user", "content": "go " + piece * (4_000_000 // len(piece))}]}, "")
+
+
 def test_a_task_started_again_is_a_new_session_and_so_is_one_after_a_long_silence() -> None:
     now = 0.0
     guesses = Guesses(limit=2, clock=lambda: now)

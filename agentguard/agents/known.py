@@ -165,7 +165,7 @@ AGENTS = (
     Agent("qwen", "qwen-code", "chat", "", _qwen),
     Agent("aider", "aider", "chat", "", _aider),
     Agent("mini", "mini-swe-agent", "chat", "2.4.6", _mini),
-    Agent("openhands", "OpenHands", "chat", "", None, "needs Python 3.12: set LLM_MODEL, LLM_BASE_URL and LLM_API_KEY yourself"),
+    Agent("openhands", "OpenHands", "chat", "", None, "Python 3.12; not run here"),
 )
 
 

@@ -20,7 +20,6 @@ def backend_options(command: Callable[..., None]) -> Callable[..., None]:
         (
             click.option("--recipe", type=click.Path(path_type=Path), help="YAML recipe of the model and its guard."),
             click.option("--upstream", metavar="URL", help="Guard an OpenAI-compatible server that runs already."),
-            click.option("--upstream-key", envvar="AGENTGUARD_UPSTREAM_KEY", help="Key the guard sends to the upstream."),
             click.option("--gateway", metavar="URL", help="Use this gateway. Default: what runs at http://127.0.0.1:8484."),
             click.option("--gateway-port", default=8484, show_default=True, type=int, help="Of one that starts."),
             click.option("--port", default=4000, show_default=True, type=click.IntRange(1, 65535), help="Port of the proxy."),
@@ -40,19 +39,19 @@ def backend_options(command: Callable[..., None]) -> Callable[..., None]:
 @click.option("--workers", default=1, show_default=True, type=click.IntRange(1, 64), help="Processes of LiteLLM.")
 @click.option("--print-config", is_flag=True, help="Print the configuration for a LiteLLM of your own, and start nothing.")
 def proxy(
-    model: str | None, recipe: Path | None, upstream: str | None, upstream_key: str | None, gateway: str | None, gateway_port: int,
-    port: int, litellm: Path | None, lock: Path | None, host: str, allow_public: bool, workers: int, print_config: bool,
+    model: str | None, recipe: Path | None, upstream: str | None, gateway: str | None, gateway_port: int, port: int,
+    litellm: Path | None, lock: Path | None, host: str, allow_public: bool, workers: int, print_config: bool,
 ) -> None:  # fmt: skip
     """Start a LiteLLM proxy in front of the guard's gateway, and the gateway itself for a local MODEL or an --upstream.
 
     Keys come by environment: AGENTGUARD_PROXY_KEY is what agents must send (default: one made for this installation),
-    AGENTGUARD_API_KEY the gateway's.
+    AGENTGUARD_API_KEY the gateway's, AGENTGUARD_UPSTREAM_KEY the upstream's.
     """
     import os
 
     from agentguard.proxy.config import as_yaml, check_address, config, key_file, master_key
 
-    backend = backend_of(model, recipe, upstream, upstream_key, gateway, gateway_port)
+    backend = backend_of(model, recipe, upstream, gateway, gateway_port)
     if print_config:
         click.echo(as_yaml(config(*run(_named(backend, model)), keyed=backend.gateway_key is not None)), nl=False)
         return
@@ -64,9 +63,8 @@ def proxy(
     run(_serve(command, backend, key, where, host, port, workers), serves=True)
 
 
-def backend_of(
-    model: str | None, recipe: Path | None, upstream: str | None, upstream_key: str | None, gateway: str | None, gateway_port: int
-) -> Any:
+def backend_of(model: str | None, recipe: Path | None, upstream: str | None, gateway: str | None, gateway_port: int) -> Any:
+    """What the options mean. Keys are taken from the environment alone: a command line is everybody's to read."""
     import os
 
     from agentguard import policy as policies
@@ -82,7 +80,8 @@ def backend_of(
     base |= {"model": model} if model else {}
     return Backend(
         gateway=gateway, gateway_key=os.environ.get("AGENTGUARD_API_KEY"),
-        upstream=upstream.rstrip("/").removesuffix("/v1") if upstream else None, upstream_key=upstream_key,
+        upstream=upstream.rstrip("/").removesuffix("/v1") if upstream else None,
+        upstream_key=os.environ.get("AGENTGUARD_UPSTREAM_KEY"),
         operator_key=os.environ.get("AGENTGUARD_OPERATOR_KEY"), policy=policies.parse(base) if base else None, port=gateway_port,
     )  # fmt: skip
 

@@ -21,7 +21,6 @@ from agentguard.cli.run import run
 @backend_options
 def wrap(
     command: tuple[str, ...], show: bool, model: str | None, proxy: str | None, recipe: Path | None, upstream: str | None,
-    upstream_key: str | None,
     gateway: str | None, gateway_port: int, port: int, litellm: Path | None, lock: Path | None,
 ) -> None:  # fmt: skip
     """Run COMMAND, a coding agent or any program with an OpenAI or Anthropic SDK, against the guard.
@@ -34,7 +33,7 @@ def wrap(
         return
     if not command:
         raise click.UsageError("give the agent's command behind '--', for example: agentguard wrap -- claude")
-    backend = backend_of(model, recipe, upstream, upstream_key, gateway, gateway_port)
+    backend = backend_of(model, recipe, upstream, gateway, gateway_port)
     sys.exit(run(_wrap(command, backend, proxy, port, litellm, lock)))
 
 

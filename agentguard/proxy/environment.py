@@ -29,6 +29,7 @@ COMPROMISED = {
 }
 SERIES_107 = "1.107 was a compromised release, signed with the project's own key; no version of that series is trusted"
 _PIN = re.compile(r"^([A-Za-z0-9][\w.-]*)(\[[^\]]*\])?==([^\s;]+)\s+(?:--hash=sha256:[0-9a-f]{64}\s*)+$")
+_PACKAGES = ("lib*/python3*/site-packages", "lib/python3*/dist-packages")
 _STARTS_BY_ITSELF = ("*.pth", "sitecustomize*", "usercustomize*")
 
 Progress = Callable[[int, int], None]
@@ -60,13 +61,10 @@ def check_lock(text: str, where: str) -> dict[str, str]:
     return found
 
 
-def installed_version(prefix: Path) -> str | None:
-    """LiteLLM's version in an environment, read from its files: starting a compromised one to ask it would be too late."""
-    for pattern in ("lib*/python3*/site-packages", "Lib/site-packages"):
-        for packages in prefix.glob(pattern):
-            for info in packages.glob("litellm-*.dist-info"):
-                return info.name.removeprefix("litellm-").removesuffix(".dist-info")
-    return None
+def installed_versions(prefix: Path) -> set[str]:
+    """LiteLLM's versions in an environment, read from its files: starting a compromised one to ask it would be too late."""
+    found = (info for pattern in _PACKAGES for packages in prefix.glob(pattern) for info in packages.glob("litellm-*.dist-info"))
+    return {info.name.removeprefix("litellm-").removesuffix(".dist-info") for info in found}
 
 
 def own_litellm(path: Path) -> Path:
@@ -74,12 +72,12 @@ def own_litellm(path: Path) -> Path:
     command = path / "bin" / "litellm" if path.is_dir() else path
     if not command.is_file():
         raise ConfigError("litellm", str(path), "give an environment with LiteLLM in it, or its bin/litellm")
-    # the command's own folder first, then where a link leads (pipx and uv put links into ~/.local/bin)
-    versions = [installed_version(c.parent.parent) for c in (command, command.resolve())]
-    version = next((v for v in versions if v), None)
-    if version is None:
+    # pipx and uv put links into ~/.local/bin: what is around the link and around the program it leads to
+    versions = installed_versions(command.parent.parent) | installed_versions(command.resolve().parent.parent)
+    if not versions:
         raise ConfigError("litellm", str(path), "its version cannot be read from the environment around it, so it is not started")
-    refuse_compromised(version, str(path))
+    for version in versions:
+        refuse_compromised(version, str(path))
     return command
 
 
@@ -106,15 +104,22 @@ def prepare(lock: Path | None = None, progress: Progress = lambda done, of: None
     python = _python(lock)
     root = cache_dir() / f"litellm-{pins['litellm']}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
     stamp = root / ".complete"
-    root.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        root.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            "XDG_CACHE_HOME", str(root.parent), f"cannot be made ({error.strerror}); name a folder that can"
+        ) from None
     with _only_one(root.with_suffix(".lock")):
         if not stamp.is_file():  # the stamp is written last
             shutil.rmtree(root, ignore_errors=True)
             _make(python, root, lock, len(pins), progress)
             stamp.touch()
-    version = installed_version(root)
-    if version != pins["litellm"]:
-        raise ConfigError("litellm", f"{version} ({root})", "is not what the lock names; remove the folder and start again")
+    versions = installed_versions(root)
+    if versions != {pins["litellm"]}:
+        raise ConfigError(
+            "litellm", f"{', '.join(versions)} ({root})", "is not what the lock names; remove the folder and start again"
+        )
     return root / "bin" / "litellm"
 
 
