@@ -117,12 +117,15 @@ async def test_an_agent_s_files_are_gone_afterwards_and_the_user_s_untouched(
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("ANTHROPIC_API_KEY", "the user's own")
+    for name in ("API", "OPERATOR", "UPSTREAM", "PROXY"):
+        monkeypatch.setenv(f"AGENTGUARD_{name}_KEY", "the operator's")
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "claude").symlink_to(sys.executable)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     async with prepared(["claude", "-p", "hi"], TARGET) as (command, env):
         assert command == [str(tmp_path / "bin" / "claude"), "-p", "hi"]
         assert "ANTHROPIC_API_KEY" not in env
+        assert "the operator's" not in env.values()  # with the gateway's key it could raise its own limits
         home = Path(env["CLAUDE_CONFIG_DIR"])
         assert (home / ".claude.json").is_file()
         assert home.is_relative_to(tmp_path / "cache")

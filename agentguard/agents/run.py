@@ -18,6 +18,8 @@ from agentguard.errors import ConfigError
 PASSED_ON = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 FROM_TERMINAL = (signal.SIGINT, signal.SIGQUIT)
 GRACE_S = 10.0
+OURS = ("AGENTGUARD_API_KEY", "AGENTGUARD_OPERATOR_KEY", "AGENTGUARD_UPSTREAM_KEY", "AGENTGUARD_PROXY_KEY")
+"""Keys of ours that are no business of an agent: with some it could raise its own limits."""
 
 
 @asynccontextmanager
@@ -53,7 +55,7 @@ def _write(path: Path, text: str) -> None:
 
 def _merged(base: Mapping[str, str], changes: Mapping[str, str | None]) -> dict[str, str]:
     merged: dict[str, str | None] = {**base, **changes}
-    return {k: v for k, v in merged.items() if v is not None}
+    return {k: v for k, v in merged.items() if v is not None and (k in changes or k not in OURS)}
 
 
 async def run_agent(command: Sequence[str], env: Mapping[str, str]) -> int:
