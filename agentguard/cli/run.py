@@ -6,20 +6,20 @@ import asyncio
 import signal
 import sys
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 import structlog
 
 T = TypeVar("T")
 
 
-def run(work: Coroutine[Any, Any, T], *, serves: bool = False) -> T:
+def run(work: Coroutine[Any, Any, T], *, serves: bool = False, log: TextIO | None = None) -> T:
     """asyncio.run, with SIGTERM treated like Ctrl-C: the task is cancelled, its clean-up runs, KeyboardInterrupt is raised.
 
-    Our log goes to stderr meanwhile; stdout is data. ``serves``: on uvloop where it is installed (a paced chunk through the gateway
-    took 207 µs of CPU without it, 170 µs with it; benchmarks/gateway.py).
+    Our log goes to stderr meanwhile, or to ``log``; stdout is data. ``serves``: on uvloop where it is installed (a paced chunk
+    through the gateway took 207 µs of CPU without it, 170 µs with it; benchmarks/gateway.py).
     """
-    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(log or sys.stderr))
 
     async def main() -> T:
         task = asyncio.current_task()

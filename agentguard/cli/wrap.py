@@ -34,7 +34,10 @@ def wrap(
     if not command:
         raise click.UsageError("give the agent's command behind '--', for example: agentguard wrap -- claude")
     backend = backend_of(model, recipe, upstream, gateway, gateway_port)
-    sys.exit(run(_wrap(command, backend, proxy, port, litellm, lock)))
+    from agentguard.dirs import state_dir
+
+    with (state_dir() / "wrap.log").open("w") as log:  # the terminal is the agent's
+        sys.exit(run(_wrap(command, backend, proxy, port, litellm, lock), log=log))
 
 
 def _show() -> None:
@@ -62,7 +65,6 @@ async def _wrap(
 
     from agentguard.agents.known import Target
     from agentguard.agents.run import prepared, run_agent
-    from agentguard.agents.summary import line, ratio, spent
     from agentguard.engines.vllm_process import free_port
     from agentguard.errors import ConfigError
     from agentguard.proxy.config import master_key
@@ -87,10 +89,20 @@ async def _wrap(
         arguments, env = await stack.enter_async_context(prepared(command, target))
         before = await _get(behind.url, backend.gateway_key, "/agentguard/sessions")
         status = await run_agent(arguments, env)
-        after = await _get(behind.url, backend.gateway_key, "/agentguard/sessions")
-        economics = await _get(behind.url, backend.gateway_key, "/guard/v1/economics")
-        click.echo(line(spent(before["sessions"], after["sessions"]), ratio(economics)), err=True)
+        click.echo(await _summary(behind.url, backend.gateway_key, before["sessions"]), err=True)
     return status
+
+
+async def _summary(url: str, key: str | None, before: list[dict[str, Any]]) -> str:
+    import httpx2
+
+    from agentguard.agents.summary import line, ratio, spent
+
+    try:
+        after = await _get(url, key, "/agentguard/sessions")
+        return line(spent(before, after["sessions"]), ratio(await _get(url, key, "/guard/v1/economics")))
+    except httpx2.HTTPError as error:  # what the agent did and how it ended counts all the same
+        return f"agentguard: no accounts, the gateway at {url} does not answer ({type(error).__name__})"
 
 
 async def _get(url: str, key: str | None, path: str) -> Any:
