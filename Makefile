@@ -13,7 +13,7 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest
 
-# Claude Code, Codex, opencode (npm) and mini-swe-agent, into the user's cache, and the tests that run them.
+# Claude Code, Codex, opencode, qwen-code (npm) and mini-swe-agent, into the user's cache, and the tests that run them.
 test-clients: $(STAMP)
 	$(BIN)/python -m tests.proxy.clients --npm
 	$(BIN)/python -m pytest -m clients

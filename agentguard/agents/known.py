@@ -162,7 +162,7 @@ AGENTS = (
     Agent("claude", "Claude Code", "messages", "2.1.197", _claude),
     Agent("codex", "Codex", "responses", "0.171.0", _codex),
     Agent("opencode", "opencode", "chat", "1.18.33", _opencode),
-    Agent("qwen", "qwen-code", "chat", "", _qwen),
+    Agent("qwen", "qwen-code", "chat", "0.15.10", _qwen),
     Agent("aider", "aider", "chat", "", _aider),
     Agent("mini", "mini-swe-agent", "chat", "2.4.6", _mini),
     Agent("openhands", "OpenHands", "chat", "", None, "Python 3.12; not run here"),

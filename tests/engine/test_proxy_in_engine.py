@@ -127,6 +127,7 @@ async def smollm2() -> AsyncIterator[Served]:
             yield Served(stack.url, proxy.url, key, events)
 
 
+# qwen-code's 15 tools alone fill the window
 SMALLER = {
     "claude": ["--tools", "Bash", "--system-prompt", "You are an agent."],
     "codex": [],
@@ -136,7 +137,7 @@ SMALLER = {
 
 
 @pytest.mark.clients
-@pytest.mark.parametrize("client", list(COMMANDS))
+@pytest.mark.parametrize("client", list(SMALLER))
 async def test_an_agent_talks_to_a_model_that_never_stops_thinking(smollm2: Served, client: str, home: Path) -> None:  # noqa: F811
     if not (BIN / client).exists():
         pytest.skip(f"{client} is not installed; 'make test-clients' does it")

@@ -20,6 +20,7 @@ NPM = {
     "claude": ("@anthropic-ai/claude-code@2.1.197", "@anthropic-ai/claude-code-linux-x64/claude"),
     "codex": ("@openai/codex@0.171.0", ".bin/codex"),
     "opencode": ("opencode-ai@1.18.33", "opencode-linux-x64/bin/opencode"),
+    "qwen": ("@qwen-code/qwen-code@0.15.10", ".bin/qwen"),
 }
 
 
@@ -43,7 +44,7 @@ def mini() -> None:
 
 def npm() -> None:
     if shutil.which("npm") is None:
-        sys.exit("npm is not on PATH; Claude Code, Codex and opencode need Node 20")
+        sys.exit("npm is not on PATH; Claude Code, Codex, opencode and qwen-code need Node 20")
     stamp = ROOT / ("." + "+".join(package.rpartition("/")[2] for package, _ in NPM.values()))
     if not stamp.is_file():
         install = ["npm", "install", "--ignore-scripts", "--no-audit", "--no-fund", "--prefix", str(ROOT)]

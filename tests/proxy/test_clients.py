@@ -1,6 +1,6 @@
 """Real coding agents through `agentguard wrap`: the tool loop against a scripted model, and a conversation with a real engine.
 
-mini-swe-agent comes with pip, Claude Code, Codex and opencode with npm; 'make test-clients' installs them, and a test whose agent
+mini-swe-agent comes with pip, the others with npm; 'make test-clients' installs them, and a test whose agent
 is not there is skipped with the reason. The SDKs are in test_protocols.py.
 """
 
@@ -29,10 +29,11 @@ COMMANDS = {
     "claude": ["claude", "-p", TASK, "--allowedTools", "Bash"],
     "codex": ["codex", "exec", "--skip-git-repo-check", "--sandbox", "danger-full-access", TASK],
     "opencode": ["opencode", "run", TASK],
+    "qwen": ["qwen", "-y", "-p", TASK],
     "mini": ["mini", "-t", TASK, "-y", "--exit-immediately"],
 }
-IDS = {"claude": "-", "codex": "-", "opencode": "ses_", "mini": "h-"}
-"""What the session's id looks like: a UUID, opencode's own, and for mini-swe-agent, which sends none, a guess."""
+IDS = {"claude": "-", "codex": "-", "opencode": "ses_", "qwen": "h-", "mini": "h-"}
+"""What the session's id looks like: a UUID, opencode's own, and a guess for the two that send none."""
 
 
 @pytest.fixture(params=list(COMMANDS))
