@@ -16,7 +16,7 @@ def main() -> None:
     ) as stream:  # fmt: skip
         for block in stream.get_final_message().content:
             text = block.thinking if block.type == "thinking" else block.text if block.type == "text" else ""
-            print(f"{block.type:9} {text.strip()[:100]}")
+            print(f"{block.type:9}", " ".join(text.split())[:100])
 
 
 if __name__ == "__main__":

@@ -20,7 +20,8 @@ def main() -> None:
             )  # fmt: skip
             message = reply.choices[0].message
             thought = getattr(message, "reasoning_content", None) or getattr(message, "reasoning", None) or ""
-            print(f"{question} -> {(message.content or '').strip()}  ({len(thought)} characters thought)")
+            answer = " ".join((message.content or "").split())
+            print(f"{question} -> {answer}  ({len(thought)} characters thought)")
             messages.append({"role": "assistant", "content": message.content or ""})
 
 
