@@ -173,7 +173,9 @@ async def one(port: int, key: str, asked: dict[str, Any], times: list[float] | N
 async def many(port: int, key: str, streams: int, asked: dict[str, Any]) -> float:
     """Chunks per second of ``streams`` streams at once."""
     started = time.perf_counter()
-    await asyncio.gather(*(one(port, key, asked) for _ in range(streams)))
+    seen = await asyncio.gather(*(one(port, key, asked) for _ in range(streams)))
+    if min(seen) < asked["chunks"]:
+        raise SystemExit(f"port {port} gave {min(seen)} of {asked['chunks']} chunks: a rate of what did not arrive is none")
     return streams * asked["chunks"] / (time.perf_counter() - started)
 
 

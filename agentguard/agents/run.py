@@ -78,6 +78,7 @@ async def run_agent(command: Sequence[str], env: Mapping[str, str]) -> int:
         if process.returncode is None:
             process.send_signal(number)
 
+    before = {number: signal.getsignal(number) for number in (*PASSED_ON, *FROM_TERMINAL)}
     for number in PASSED_ON:
         loop.add_signal_handler(number, pass_on, number)
     for number in FROM_TERMINAL:
@@ -87,6 +88,7 @@ async def run_agent(command: Sequence[str], env: Mapping[str, str]) -> int:
     finally:
         for number in (*PASSED_ON, *FROM_TERMINAL):
             loop.remove_signal_handler(number)
+            signal.signal(number, before[number])  # the loop leaves the default, and what we have started must still be stopped
         if process.returncode is None:
             await _end(process)
     return status if status >= 0 else 128 - status

@@ -68,6 +68,7 @@ async def _wrap(
     from agentguard.engines.vllm_process import free_port
     from agentguard.errors import ConfigError
     from agentguard.proxy.config import master_key
+    from agentguard.proxy.listeners import listeners
     from agentguard.proxy.serving import answers, gateway_for, serve_proxy
 
     key = os.environ.get("AGENTGUARD_PROXY_KEY", "") or await asyncio.to_thread(master_key)
@@ -75,7 +76,8 @@ async def _wrap(
     elsewhere = backend.policy is not None or backend.upstream is not None or backend.gateway is not None
     async with AsyncExitStack() as stack:
         url = proxy or (None if elsewhere else f"http://127.0.0.1:{port}")
-        if url is not None and await answers(url, key):
+        ours = proxy is not None or {one.uid for one in await asyncio.to_thread(listeners, port)} == {os.getuid()}
+        if url is not None and ours and await answers(url, key):  # another user's server must not be sent the key
             behind = await stack.enter_async_context(gateway_for(backend))
         elif proxy is not None:
             raise ConfigError("proxy", proxy, "nobody answers there; start it with 'agentguard proxy', or leave --proxy out")

@@ -64,17 +64,21 @@ def create_app(guard: Guard, *, api_key: str | None = None, operator_key: str | 
         asked = ChatRequest.read(body)
         side = request.headers.get(SIDE_HEADER, "") not in ("", "0", "false")
         told = Reply()
-        identity = guesses.place(identify(request.headers, body), body)
-        chunks = guard.stream(body, identity, side=side, reply=told)
-        if asked.stream:
-            # the first chunk is awaited here, so that a refused request gets an HTTP status instead of a broken stream
-            first = await _unless_gone(request, chunks, anext(chunks, None))
-            if first is None:
-                return _CLIENT_GONE
-            include_usage = bool((asked.stream_options or {}).get("include_usage"))
-            events = _sse(first, chunks, include_usage, told)
-            return StreamingResponse(events, media_type="text/event-stream", headers=_headers(told))
-        reply = await _unless_gone(request, chunks, collect(chunks))
+        who = identify(request.headers, body)
+        chunks = guard.stream(body, guesses.place(who, body), side=side, reply=told)
+        try:
+            if asked.stream:
+                # the first chunk is awaited here, so that a refused request gets an HTTP status instead of a broken stream
+                first = await _unless_gone(request, chunks, anext(chunks, None))
+                if first is None:
+                    return _CLIENT_GONE
+                include_usage = bool((asked.stream_options or {}).get("include_usage"))
+                events = _sse(first, chunks, include_usage, told)
+                return StreamingResponse(events, media_type="text/event-stream", headers=_headers(told))
+            reply = await _unless_gone(request, chunks, collect(chunks))
+        except AgentGuardError:
+            guesses.refused(who)
+            raise
         return _CLIENT_GONE if reply is None else JSONResponse(reply, headers=_headers(told))
 
     async def close(request: Request) -> Response:
