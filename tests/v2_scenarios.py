@@ -1,0 +1,229 @@
+"""What Model Runner V2's own functions do with our rows and our budgets, on a CPU: `python -m tests.v2_scenarios DRAWS [laws]` prints JSON.
+
+Run by tests/test_seam_v2.py in a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from typing import Any
+
+from tests import v2_on_cpu as v2  # before vLLM
+
+import torch  # isort: skip
+
+from engine_plugins.vllm.phase import PhaseTracker, ThinkMarkers
+from tests.test_rules import distributions
+
+RULES = ("strict", "cactus:0.5", "lenience:0.4", "typical:eps=0.2,delta=0.5", "fuzzy:0.05", "r-fuzzy:0.3")
+FILTERED = ("cactus:0.5,p_min=0.1,top_k=3", "interp:w=0.7,p_min=0.1,top_k=3")
+K = 2
+MARKERS = ThinkMarkers((4,), (5,))
+
+
+def text_of(rule: str) -> str:
+    return rule if "p_min" in rule or rule == "strict" else rule + ",p_min=0,top_k=0"
+
+
+def pairs(rules: tuple[str, ...], p: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the seam makes of a row for each rule and drafted token: target and draft logits, [rules, V, V]."""
+    v, n = len(p), len(rules) * len(p)
+    engine = v2.Engine(n, v, 1)
+    engine.draft[:] = q.log()
+    for slot in range(n):
+        engine.admit(slot, f"r{slot}", [1, 2], ag_rule=text_of(rules[slot // v]), ag_phase="both")
+    seen: list[torch.Tensor] = []
+
+    def stock(target_logits: torch.Tensor, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        seen.append(target_logits)
+        return torch.empty(0), torch.empty(0)
+
+    engine.seam._stock = stock
+    engine.verify(p.log().repeat(2 * n, 1), [[slot % v] for slot in range(n)], list(range(n)))
+    return seen[0][::2].view(len(rules), v, v), engine.draft.view(len(rules), v, v)
+
+
+def laws(draws: int, rules: tuple[str, ...]) -> dict[str, Any]:
+    """Tokens V2's `rejection_sample` emits on our rows, until each rule has so many decided draft rows: counts by token, and how many
+    of the drafts were accepted. The rules are in one batch."""
+    p, q = (t.float() for t in distributions(11))
+    target, draft = pairs(rules, p, q)
+    v, steps, each = len(p), 4, 12
+    generator = torch.Generator().manual_seed(3)
+    counts = torch.zeros(len(rules), v, dtype=torch.int64)
+    accepted = torch.zeros(len(rules))
+    seed = 0
+    while int(counts.sum(-1).min()) < draws:
+        short = (counts.sum(-1) < draws).nonzero().squeeze(-1)
+        rule = short.repeat_interleave(each)
+        n = len(rule)
+        x = torch.multinomial(q, n * steps, replacement=True, generator=generator).view(n, steps)
+        rows = torch.cat([target[rule.unsqueeze(-1), x], p.log().expand(n, 1, v)], 1).reshape(-1, v)
+        slot = torch.arange(n)
+        sampled, number = v2.stock(
+            rows.contiguous(), draft[rule.unsqueeze(-1), x].contiguous(), torch.cat([x.new_zeros(n, 1), x], 1).flatten(),
+            torch.arange(0, n * (steps + 1) + 1, steps + 1, dtype=torch.int32), torch.arange(steps + 1).repeat(n) + 7, slot,
+            slot.repeat_interleave(steps + 1), torch.arange(steps + 1).repeat(n), torch.ones(n),
+            torch.randint(1 << 40, (n,), generator=generator), steps,
+        )  # fmt: skip
+        for i in range(n):
+            known = min(int(number[i]), steps)
+            counts[rule[i]] += torch.bincount(sampled[i, :known], minlength=v)
+            accepted[rule[i]] += int(number[i]) - 1
+        seed += 1
+        if seed % 50 == 0:
+            print(f"{int(counts.sum(-1).min())} of {draws}", file=sys.stderr, flush=True)
+    return {
+        "counts": dict(zip(rules, counts.tolist(), strict=True)),
+        "accepted": dict(zip(rules, (accepted / counts.sum(-1)).tolist(), strict=True)),
+    }
+
+
+def strict_beside_relaxed() -> dict[str, Any]:
+    """Strict requests draw the same tokens alone, beside relaxed ones, and from stock."""
+    p, q = (t.float() for t in distributions(3))
+    n = 24
+    drafts = torch.multinomial(q, n * K, replacement=True, generator=torch.Generator().manual_seed(1)).view(n, K).tolist()
+    out = []
+    for relaxed in ("interp:w=1,p_min=0,top_k=0", "strict"):
+        engine = v2.Engine(n, len(p), K)
+        engine.draft[:] = q.log()
+        for slot in range(n):
+            engine.admit(slot, f"r{slot}", [1], ag_rule=relaxed if slot % 2 else "strict", ag_phase="both")
+        sampled, number = engine.verify(p.log().repeat(n * (K + 1), 1), drafts, list(range(n)), seed=5)
+        out.append([row[:k] for row, k in zip(sampled.tolist(), number.tolist(), strict=True)])
+    return {"mixed": out[0][::2], "alone": out[1][::2], "relaxed": [len(row) for row in out[0][1::2]]}
+
+
+class Tap:
+    wanted = True
+
+    def __init__(self) -> None:
+        self.frames: list[Any] = []
+
+    def publish(self, t: float, step: int, requests: list[Any]) -> None:
+        self.frames.append(requests)
+
+
+def telemetry() -> dict[str, Any]:
+    """Forced, forbidden, filtered and greedy rows under one rule, two chunks' worth of requests, and what the tap says of them."""
+    p, q = (t.float() for t in distributions(11))
+    tap = Tap()
+    engine = v2.Engine(6, len(p), K, markers=MARKERS, tap=tap)
+    engine.draft[:] = q.log()
+    low = int(p.argmin())
+    for slot in range(6):
+        engine.admit(slot, f"r{slot}", [4, 1], ag_rule="interp:w=1,p_min=0.05,top_k=0", ag_phase="think")
+    logits = p.log().repeat(18, 1)
+    logits[3, 2] = 1e9  # the first row of the second request
+    logits[6, 1] = -torch.inf
+    temperature = torch.tensor([1.0, 1.0, 1.0, 1.0, 0.0, 1.0])
+    drafts = [[1, 2], [0, 0], [1, 0], [low, 0], [0, 0], [5, 2]]  # the last one drafts the end marker, then a token of the answer
+    sampled, number = engine.verify(logits, drafts, list(range(6)), temperature=temperature)
+    (frame,) = tap.frames
+    rows = [
+        {"request": r.request, "accepted": r.accepted, "effective": r.rule_effective, "flags": r.rows.flags, "p": r.rows.p,
+         "q": r.rows.q, "rank": r.rows.rank, "would": r.rows.would, "fate": [str(f) for f in r.rows.fate], "tokens": r.rows.token}
+        for r in frame
+    ]  # fmt: skip
+    return {"rows": rows, "sampled": sampled[:, 0].tolist(), "number": number.tolist(), "p": p.tolist(), "q": q.tolist(), "low": low}
+
+
+def without_draft_logits() -> list[int]:
+    engine = v2.Engine(4, 6, K)
+    for slot in range(4):
+        engine.admit(slot, f"r{slot}", [1], ag_rule="interp:w=1", ag_phase="both")
+    logits = torch.full((12, 6), -20.0)
+    logits[:, 3] = 5.0
+    _, number = engine.verify(logits, [[1, 1]] * 4, list(range(4)), draft=False)
+    return number.tolist()
+
+
+def think(markers: ThinkMarkers, tokens: list[int]) -> int:
+    tracker = PhaseTracker(markers, [markers.start[-1]] if len(markers.start) == 1 else list(markers.start))
+    tracker.update(tokens)
+    return tracker.think
+
+
+def budgets() -> dict[str, Any]:
+    """Generations against a limit of 7, with and without drafts, under vLLM's own state and under ours; then what only ours does."""
+    out: dict[str, Any] = {}
+    for ours in (False, True):
+        for drafts in (False, True):
+            for name, forced in (("marker", [5]), ("phrase", [9, 5])):
+                engine = v2.Engine(2, 12, 3, markers=MARKERS)
+                engine.enable_budgets(ours=ours, forced=forced)
+                engine.admit(0, "r0", [1, 4], budget=7)
+                text = engine.generate(0, lambda _: 8, 6 if drafts else 12, drafts=drafts)
+                out[f"{'ours' if ours else 'stock'} {name} {'drafts' if drafts else 'alone'}"] = text
+    engine = v2.Engine(3, 12, 3, markers=MARKERS)
+    engine.enable_budgets(ours=True, forced=[5])
+
+    def two_blocks(tokens: list[int]) -> int:
+        """Thinks 6 tokens, closes, answers 2, thinks again for as long as it may."""
+        return 5 if len(tokens) == 8 else 4 if len(tokens) == 11 else 8
+
+    engine.admit(0, "two", [1, 4], ag_think_tokens=10)
+    out["total"] = engine.generate(0, two_blocks, 12)
+    engine.admit(1, "chatcmpl-mine-0123abcd", [1, 4])
+    before = engine.generate(1, lambda _: 8, 2)
+    out["unlimited"] = len(before)
+    out["set"] = engine.budget.set_total("mine", 11)
+    out["needs"] = bool(engine.sampler.needs_logits_processing[1])
+    after = engine.generate(1, lambda _: 8, 1)
+    # preempted: the slot goes, the request comes back in another one, with what it had written as part of its prefill
+    del engine.states.req_id_to_index["chatcmpl-mine-0123abcd"], engine.states.index_to_req_id[1]
+    engine.admit(2, "chatcmpl-mine-0123abcd", [1, 4])
+    whole = [1, 4, *after]
+    engine.states.all_token_ids.gpu[2, : len(whole)] = torch.tensor(whole, dtype=torch.int32)
+    engine.states.total_len.gpu[2] = len(whole)
+    out["resumed"] = engine.generate(2, lambda _: 8, 4)
+    out["unknown"] = engine.budget.set_total("nobody", 3)
+    engine.slots.forget(["chatcmpl-mine-0123abcd"])
+    out["forgotten"] = engine.slots.changed
+    return out
+
+
+def phases() -> list[bool]:
+    """The device's count of the trace against `PhaseTracker`, over random texts, drafts and markers of one and two tokens."""
+    generator = torch.Generator().manual_seed(4)
+    same = []
+    for markers in (MARKERS, ThinkMarkers((4, 3), (5, 3))):
+        engine = v2.Engine(8, 8, 3, markers=markers)
+        text = torch.randint(2, 7, (8, 40), generator=generator)
+        prompts = [0 + i for i in (1, 4, 7, 10, 2, 9, 3, 5)]
+        trackers = []
+        for slot, length in enumerate(prompts):
+            engine.admit(slot, f"r{slot}", text[slot, :length].tolist())
+            engine.states.all_token_ids.gpu[slot, :40] = text[slot].int()
+            trackers.append(PhaseTracker(markers, text[slot, :length].tolist()))
+        engine.slots.flush()
+        for step in range(4):
+            drafted = torch.randint(2, 7, (8, 4), generator=generator)
+            lengths = [length + 5 * step for length in prompts]
+            engine.states.total_len.gpu[:] = torch.tensor(lengths, dtype=torch.int32)
+            order = torch.arange(8)
+            engine.slots.advance(order)
+            inside = engine.slots.ahead(order, torch.arange(0, 33, 4), drafted.flatten()).view(8, 4)
+            for slot, tracker in enumerate(trackers):
+                tracker.update(text[slot, prompts[slot] : lengths[slot]].tolist())
+                same.append([bool(i) for i in inside[slot, :3]] == tracker.ahead(drafted[slot, 1:].tolist()))
+                same.append(engine.slots.standing(slot)[0] == tracker.think)
+    return same
+
+
+def main() -> None:
+    warnings.simplefilter("ignore", RuntimeWarning)
+    rest = (strict_beside_relaxed, telemetry, without_draft_logits, budgets, phases)
+    with torch.inference_mode():
+        alone = "laws" in sys.argv[2:]
+        out = {"laws": laws(int(sys.argv[1]), RULES if alone else (*RULES, *FILTERED))}
+        if not alone:
+            out |= {scenario.__name__: scenario() for scenario in rest}
+    print("RESULT" + json.dumps(out))
+
+
+if __name__ == "__main__":
+    main()
