@@ -1,4 +1,5 @@
-"""What Model Runner V2's own functions do with our rows and our budgets, on a CPU: `python -m tests.v2_scenarios DRAWS [laws]` prints JSON.
+"""What Model Runner V2's own functions do with our rows and our budgets, on a CPU: `python -m tests.v2_scenarios DRAWS [laws]`
+prints JSON.
 
 Run by tests/test_seam_v2.py in a process of its own.
 """
@@ -16,9 +17,8 @@ import torch  # isort: skip
 
 from engine_plugins.vllm.phase import PhaseTracker, ThinkMarkers
 from tests.test_rules import distributions
+from tests.v2_laws import FILTERED, RULES
 
-RULES = ("strict", "cactus:0.5", "lenience:0.4", "typical:eps=0.2,delta=0.5", "fuzzy:0.05", "r-fuzzy:0.3")
-FILTERED = ("cactus:0.5,p_min=0.1,top_k=3", "interp:w=0.7,p_min=0.1,top_k=3")
 K = 2
 MARKERS = ThinkMarkers((4,), (5,))
 
@@ -46,8 +46,8 @@ def pairs(rules: tuple[str, ...], p: torch.Tensor, q: torch.Tensor) -> tuple[tor
 
 
 def laws(draws: int, rules: tuple[str, ...]) -> dict[str, Any]:
-    """Tokens V2's `rejection_sample` emits on our rows, until each rule has so many decided draft rows: counts by token, and how many
-    of the drafts were accepted. The rules are in one batch."""
+    """Tokens V2's `rejection_sample` emits on our rows, until each rule has so many decided draft rows: counts by token, and how
+    many of the drafts were accepted. The rules are in one batch."""
     p, q = (t.float() for t in distributions(11))
     target, draft = pairs(rules, p, q)
     v, steps, each = len(p), 4, 12
@@ -128,7 +128,14 @@ def telemetry() -> dict[str, Any]:
          "q": r.rows.q, "rank": r.rows.rank, "would": r.rows.would, "fate": [str(f) for f in r.rows.fate], "tokens": r.rows.token}
         for r in frame
     ]  # fmt: skip
-    return {"rows": rows, "sampled": sampled[:, 0].tolist(), "number": number.tolist(), "p": p.tolist(), "q": q.tolist(), "low": low}
+    return {
+        "rows": rows,
+        "sampled": sampled[:, 0].tolist(),
+        "number": number.tolist(),
+        "p": p.tolist(),
+        "q": q.tolist(),
+        "low": low,
+    }
 
 
 def without_draft_logits() -> list[int]:
@@ -148,7 +155,8 @@ def think(markers: ThinkMarkers, tokens: list[int]) -> int:
 
 
 def budgets() -> dict[str, Any]:
-    """Generations against a limit of 7, with and without drafts, under vLLM's own state and under ours; then what only ours does."""
+    """Generations against a limit of 7, with and without drafts, under vLLM's own state and under ours; then what only ours
+    does."""
     out: dict[str, Any] = {}
     for ours in (False, True):
         for drafts in (False, True):
