@@ -17,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from agentguard.events import RowFlag
+from agentguard.row_flags import RowFlag
 from engine_plugins.kernels import table
 from engine_plugins.kernels.batch import FAR, FORCED_LOGIT, ONE_HOT, RELAX, STATS, WANT_DRAFT
 

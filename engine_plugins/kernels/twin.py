@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from agentguard.events import RowFlag
+from agentguard.row_flags import RowFlag
 from engine_plugins.kernels.batch import (
     FLAGS,
     FORCED_LOGIT,
