@@ -1,8 +1,8 @@
 """What `gpu_check.sh` runs: `python -m benchmarks.gpu_check [--interpret] [OUT.json]`. Prints one JSON; exit 1 where a check
 failed.
 
-Needs torch and triton, and nothing else. Rows are logits N(0, 3^2) for the target and N(0, 1.5^2) more
-for the draft, seed 0; a drafted token is drawn from the draft; K = 4 drafts a request. Times are medians, measured with CUDA events.
+Needs torch and triton, and nothing else. Rows are logits N(0, 3^2) for the target and N(0, 1.5^2) more for the draft, seed 0; a
+drafted token is drawn from the draft; K = 4 drafts a request. Times are medians, measured with CUDA events.
 
 The stock path is vLLM's own V2 `rejection_sample` where it is installed. Where it is not, it is what that function has to read,
 done in torch (softmax of both rows, the ratio, one race over the residual); the JSON says which it was.

@@ -26,7 +26,7 @@ def a_worker(
     )
     kinds: dict[str, dict[str, Any]] = {
         "V1": {"_sample": None, "_bookkeeping_sync": None, "input_batch": None, "requests": {}},
-        "V2": {"req_states": None, "sampler": SimpleNamespace(logits_processors=[AgentGuardParams()]), "batch_sharder": None},
+        "V2": {"req_states": None, "sampler": SimpleNamespace(logits_processors=[AgentGuardParams()]), "rejection_sampler": None},
         "V3": {},
     }
     model_runner = SimpleNamespace(**{**kinds[runner], **of_the_runner})
@@ -45,6 +45,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"runner": "V3"}, "use vLLM's V1 or V2"),
         ({"runner": "V2", "settings": {"tts": {}}}, "VLLM_USE_V2_MODEL_RUNNER=0"),
         ({"runner": "V2", "sampler": SimpleNamespace(logits_processors=[])}, "logits processor"),
+        ({"runner": "V2", "rejection_sampler": SimpleNamespace()}, "a rejection sampler of its own"),
         ({"runner": "V2", "batch_sharder": 1, "settings": {"telemetry": "ipc:///x"}}, "batch-sharded sampling"),
         ({"asynchronous": True}, "--no-async-scheduling"),
         ({"settings": {"rul": "strict"}}, "did you mean 'rule'"),

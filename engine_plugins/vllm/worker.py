@@ -39,6 +39,8 @@ else:
     from vllm.v1.worker.gpu_worker import Worker as Base
 
 logger = logging.getLogger("vllm.agentguard")
+# of the rejection sampler: vLLM's, none in an earlier pipeline stage, or ours in front of it
+V2_SAMPLERS = ("vllm.v1.worker.gpu.spec_decode.rejection_sampler", "builtins", "engine_plugins.vllm.seam_v2")
 SETTINGS = ("rule", "telemetry", "engine", "tts", "frames")
 
 
@@ -170,6 +172,8 @@ def _rules_reason(worker: Any, runner: str) -> tuple[str, bool]:
         ), True
     if runner == "V2" and getattr(config, "watermark_config", None) is not None:
         return "a watermark draws tokens by keys of its own, which a rewritten row would break; start without one", True
+    if runner == "V2" and type(getattr(worker.model_runner, "rejection_sampler", None)).__module__ not in V2_SAMPLERS:
+        return "this model brings a rejection sampler of its own, which the rules would never reach; start without a draft", True
     if runner == "V2" and _last_stage(worker) and _processor(worker.model_runner) is None:
         return "vLLM did not load the plugin's logits processor, which brings a request's rule; reinstall agentguard-vllm", True
     if getattr(speculative, "draft_sample_method", None) != "probabilistic":
