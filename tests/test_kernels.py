@@ -16,6 +16,7 @@ from engine_plugins.kernels import batch as words
 from engine_plugins.kernels import launch, table, tuning, twin
 from engine_plugins.kernels.batch import Batch, table_of
 from engine_plugins.rules.exact import acceptance_of, recovered_of
+from engine_plugins.vllm import observe
 
 pytestmark = pytest.mark.kernels
 
@@ -180,6 +181,17 @@ def test_equal_inputs_give_equal_bits() -> None:
         outcomes.append((one.target, one.draft))
     assert torch.equal(outcomes[0][0], outcomes[1][0])
     assert torch.equal(outcomes[0][1], outcomes[1][1])
+
+
+def test_telemetry_of_runner_v1_reads_the_same_from_the_kernel() -> None:
+    """`observe.describe` takes one or the other; -1 drafts and an unknown end marker included."""
+    logits, _, x = logits_of(8, 320, seed=9)
+    x[3] = -1
+    for end in (None, 7):
+        mine, expected = (read(logits, x, x.clamp_min(0).unsqueeze(-1), end) for read in (observe._kernel, observe._twin))
+        torch.testing.assert_close(mine[0][x >= 0], expected[0][x >= 0], atol=1e-6, rtol=0)
+        assert torch.equal(mine[1], expected[1])
+        torch.testing.assert_close(mine[2], expected[2], atol=1e-6, rtol=0)
 
 
 def test_the_layout_is_model_runner_v2_s() -> None:

@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,6 +56,17 @@ def test_v2_draws_from_the_exact_law(rule: str, happened: dict[str, Any]) -> Non
     assert happened["laws"]["accepted"][rule] == pytest.approx(acceptance, abs=4.5 * (0.25 / n) ** 0.5)
 
 
+def test_the_kept_run_of_5000_draws_a_rule_is_the_exact_laws() -> None:
+    kept = json.loads((Path(__file__).parents[1] / "docs" / "v2-laws.json").read_text())
+    assert set(kept["counts"]) == set(RULES)
+    p, q = distributions(11)
+    for rule, counts in kept["counts"].items():
+        spec = rules.get(rule).spec
+        law, _, _ = defined.law(spec.name, spec.knobs, p.tolist(), q.tolist())
+        assert sum(counts) >= 5000
+        assert p_value(torch.tensor(counts).double(), torch.tensor(law, dtype=torch.float64) * sum(counts)) > 1e-3 / len(RULES)
+
+
 def test_strict_requests_draw_the_same_beside_relaxed_ones(happened: dict[str, Any]) -> None:
     found = happened["strict_beside_relaxed"]
     assert found["mixed"] == found["alone"]
@@ -82,6 +94,18 @@ def test_the_tap_tells_each_row_s_fate(happened: dict[str, Any]) -> None:
         assert row["q"] == pytest.approx([q[t] for t in row["tokens"]], abs=1e-6)
         assert row["rank"] == [sum(other > p[t] for other in p) for t in row["tokens"]]
     assert [row["accepted"] for row in found["rows"]] == [number - 1 for number in found["number"]]
+
+
+def test_vllm_s_own_sampler_runs_behind_the_proxy_whole_and_in_chunks(happened: dict[str, Any]) -> None:
+    found = happened["own_sampler"]
+    assert found["whole"] == found["chunks"], "V2's coins hang on seed and position alone"
+    for request in (0, 2):
+        assert found["whole"][request][:-1] == found["drafts"][request], "accept all accepts all"
+    assert any(len(found["whole"][request]) < 3 for request in (1, 3)), "strict does not"
+    assert found["whole kept"]
+    assert found["chunks kept"], "the model's own logits are not written to"
+    assert found["steps"] == 2, "the proxy hands attributes through"
+    assert found["frames"] == [["r2", "r1", "r0", "r3"], ["r2"], ["r1"], ["r0"], ["r3"]]
 
 
 def test_without_draft_logits_a_rule_falls_back_to_strict(happened: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 from tests import v2_on_cpu as v2  # before vLLM
@@ -138,6 +139,56 @@ def telemetry() -> dict[str, Any]:
     }
 
 
+def own_sampler() -> dict[str, Any]:
+    """vLLM's own `RejectionSampler` behind the proxy, with the batch cut into chunks of one request, as it does with large ones."""
+    p, q = (t.float() for t in distributions(11))
+    n, tap, device = 4, Tap(), torch.device("cpu")
+    engine = v2.Engine(n, len(p), K, tap=tap)
+    engine.draft[:] = q.log()
+    engine.seam.warm_up(len(p), engine.draft)
+    assert torch.equal(engine.draft, q.log().expand(n, K, len(p))), "warming up writes to nothing"
+    for slot in range(n):
+        engine.admit(slot, f"r{slot}", [1, 2, 3], ag_rule="strict" if slot % 2 else "interp:w=1,p_min=0,top_k=0", ag_phase="both")
+    engine.slots.flush()
+    engine.states.prefill_len = v2.Held(torch.full((n,), 3, dtype=torch.int32))
+    states = SimpleNamespace(
+        temperature=v2.Held(torch.ones(n)), seeds=v2.Held(torch.arange(n) + 5), max_num_logprobs=lambda slots: -1
+    )
+    sampler = SimpleNamespace(
+        compute_nans=False, req_states=engine.states, sampling_states=states, logprobs_mode="raw_logprobs",
+        return_sampling_mask=False, use_fp64_gumbel=False, apply_sampling_params=lambda logits, *_: logits.float().clone(),
+    )  # fmt: skip
+    config = SimpleNamespace(
+        num_speculative_tokens=K, enable_adaptive_verification=False, rejection_sample_method="standard", fly_entropy_threshold=0.3,
+        fly_entropy_top_k=3,
+    )  # fmt: skip
+    real = v2.rejection_sampler.RejectionSampler(sampler, config, device)
+    order = [2, 1, 0, 3]
+    rows, slots = n * (K + 1), torch.tensor(order, dtype=torch.int32)
+    drafts = torch.multinomial(q, n * K, replacement=True, generator=torch.Generator().manual_seed(1)).view(n, K)
+    ends = torch.arange(0, rows + 1, K + 1, dtype=torch.int32)
+    batch = SimpleNamespace(
+        req_ids=[f"r{slot}" for slot in order], num_reqs=n, idx_mapping=slots, idx_mapping_np=slots.numpy(),
+        expanded_idx_mapping=slots.repeat_interleave(K + 1), expanded_local_pos=torch.arange(K + 1, dtype=torch.int32).repeat(n),
+        input_ids=torch.cat([torch.full((n, 1), 3), drafts], 1).flatten().int(), positions=torch.arange(K + 1).repeat(n) + 3,
+        logits_indices=torch.arange(rows), cu_num_logits=ends, cu_num_logits_np=ends.numpy(), seq_lens=torch.full((n,), 9).int(),
+        seq_lens_cpu_upper_bound=torch.full((n,), 9).int(),
+    )  # fmt: skip
+    out = {}
+    for name, limit in (("whole", 2**30), ("chunks", (K + 1) * len(p) * 4)):
+        v2.rejection_sampler.MAX_CHUNK_BYTES = limit
+        logits = p.log().repeat(rows, 1)
+        engine.draft[:] = q.log()
+        proxy = v2.seam_v2.SamplerProxy(real, engine.seam)
+        found = proxy(logits, batch, engine.draft, None)
+        out[name] = [row[:k] for row, k in zip(found.sampled_token_ids.tolist(), found.num_sampled.tolist(), strict=True)]
+        out[f"{name} kept"] = bool(torch.equal(logits, p.log().repeat(rows, 1)))
+    out["steps"] = proxy.num_speculative_steps
+    out["drafts"] = drafts.tolist()
+    out["frames"] = [[request.request for request in frame] for frame in tap.frames]
+    return out
+
+
 def without_draft_logits() -> list[int]:
     engine = v2.Engine(4, 6, K)
     for slot in range(4):
@@ -224,11 +275,13 @@ def phases() -> list[bool]:
 
 def main() -> None:
     warnings.simplefilter("ignore", RuntimeWarning)
-    rest = (strict_beside_relaxed, telemetry, without_draft_logits, budgets, phases)
+    rest = (strict_beside_relaxed, telemetry, own_sampler, without_draft_logits, budgets, phases)
     with torch.inference_mode():
         alone = "laws" in sys.argv[2:]
         out = {"laws": laws(int(sys.argv[1]), RULES if alone else (*RULES, *FILTERED))}
-        if not alone:
+        if sys.argv[2:] == ["own"]:
+            out = {"own": own_sampler()}
+        elif not alone:
             out |= {scenario.__name__: scenario() for scenario in rest}
     print("RESULT" + json.dumps(out))
 

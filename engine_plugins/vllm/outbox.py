@@ -37,6 +37,10 @@ class Outbox:
         copies = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True) for t in tensors]
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
+        self._hand_over(event, copies, deliver)
+
+    def _hand_over(self, event: Any, copies: list[Tensor], deliver: Callable[[list[Tensor]], None]) -> None:
+        """``event``: its `synchronize` returns when the copies are here."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="agentguard-outbox", daemon=True)
             self._thread.start()

@@ -51,10 +51,17 @@ class SeamV2:
 
             self._kernels, self._options = launch, {"tuned": tuned}
         self.outbox = Outbox()
+        self.tuned = tuned
         self._input_batch: Any = None
         self._first = 0  # of the step's requests, the first one that has not come yet
         self._listened = False
         self._steps = 0
+
+    def warm_up(self, vocab: int, draft: Tensor | None) -> None:
+        """Compile the kernels before a request waits for them. draft: the speculator's logits, None where it keeps none."""
+        if self._kernels is not None and draft is not None:
+            end = self._slots.markers.end[0] if self._slots.markers is not None else -1
+            self._kernels.warm_up(vocab, draft, tuned=self.tuned, end=end)
 
     def begin(self, input_batch: Any) -> None:
         """The runner is about to verify this batch."""

@@ -252,6 +252,7 @@ def _install_v2(worker: Any, settings: dict[str, Any], default: RuleSpec) -> Bud
     worker.ag_seam = seam_v2.install(
         runner, verification, slots, tap=tap, choice=choice, tuned=tuned, processed_modes=PROCESSED_LOGPROBS_MODES
     )
+    worker.ag_seam.warm_up(runner.vocab_size, runner.speculator.draft_logits)
     logger.info("agentguard: verification seam installed on runner V2, default rule %s, %s", default, choice.reason)
     return budgets
 
