@@ -108,6 +108,18 @@ def test_vllm_s_own_sampler_runs_behind_the_proxy_whole_and_in_chunks(happened: 
     assert found["frames"] == [["r2", "r1", "r0", "r3"], ["r2"], ["r1"], ["r0"], ["r3"]]
 
 
+def test_the_worker_installs_itself_over_v2_s_own_classes_and_they_generate(happened: dict[str, Any]) -> None:
+    """Request states, sampler, rejection sampler and update kernels are vLLM's. The drafter is sure of 7, the model of 8."""
+    found = happened["installed"]
+    assert found["off"] == {}, "every feature is on"
+    assert all(found["copied"])
+    # no draft is verified in the step that ends the prefill; then accept all takes 7 7, the bonus is the model's, and the limit of
+    # 5 think tokens falls among the drafts of the next round
+    assert found["bound"] == [8, 7, 7, 8, 7, 5, 8, 8]
+    assert found["free"] == [8] * 5, "the strict neighbour rejects each 7"
+    assert found["standing"] == {"found": True, "think": 5, "inside": False, "total": 5}
+
+
 def test_without_draft_logits_a_rule_falls_back_to_strict(happened: dict[str, Any]) -> None:
     assert happened["without_draft_logits"] == [1] * 4
 

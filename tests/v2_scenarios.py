@@ -15,6 +15,10 @@ from typing import Any
 from tests import v2_on_cpu as v2  # before vLLM
 
 import torch  # isort: skip
+from vllm.sampling_params import SamplingParams  # isort: skip
+from vllm.v1.worker.gpu.input_batch import post_update  # isort: skip
+from vllm.v1.worker.gpu.sample.sampler import Sampler  # isort: skip
+from vllm.v1.worker.gpu.states import RequestState  # isort: skip
 
 from engine_plugins.vllm.phase import PhaseTracker, ThinkMarkers
 from tests.test_rules import distributions
@@ -189,6 +193,80 @@ def own_sampler() -> dict[str, Any]:
     return out
 
 
+def installed() -> dict[str, Any]:
+    """The worker's own installation over vLLM's own request states, sampler, rejection sampler and update kernels; two requests
+    that think, one under a rule and a limit, one strict and free."""
+    import engine_plugins.vllm as plugin
+    from engine_plugins.vllm import worker
+    from engine_plugins.vllm.processor import AgentGuardParams
+
+    plugin.register()
+    v2.rejection_sampler.rejection_sample = v2.stock
+    n, v, device = 4, 12, torch.device("cpu")
+    states = RequestState(n, 64, 64, K, v, device)
+    reasoning = SimpleNamespace(reasoning_start_token_ids=[4], reasoning_end_token_ids=[5], natural_reasoning_end_token_ids=[5])
+    speculative = SimpleNamespace(
+        num_speculative_tokens=K, enable_adaptive_verification=False, rejection_sample_method="standard",
+        draft_sample_method="probabilistic", fly_entropy_threshold=0.3, fly_entropy_top_k=3,
+    )  # fmt: skip
+    config = SimpleNamespace(
+        reasoning_config=reasoning, speculative_config=speculative, additional_config={"agentguard": {"rule": "strict"}},
+        parallel_config=SimpleNamespace(world_size=1, tensor_parallel_size=1, data_parallel_rank=0), watermark_config=None,
+        scheduler_config=SimpleNamespace(async_scheduling=True),
+    )  # fmt: skip
+    sampler = Sampler(config, n, v, device, states, num_speculative_tokens=K + 1, custom_logits_processors=[AgentGuardParams()])
+    draft = torch.full((n, K, v), -2.0).bfloat16()
+    runner = SimpleNamespace(
+        req_states=states, sampler=sampler, rejection_sampler=v2.rejection_sampler.RejectionSampler(sampler, speculative, device),
+        speculator=SimpleNamespace(draft_logits=draft), batch_sharder=None, is_last_pp_rank=True, vocab_size=v,
+    )  # fmt: skip
+    this = SimpleNamespace(vllm_config=config, model_runner=runner, device=device, is_driver_worker=True, ag_tts=None)
+    budgets = worker.install(this)
+    off = {f.name: f.reason for f in worker.features(this, {}, "V2") if not f.on}
+
+    def admit(request: str, **extra: Any) -> int:
+        params = SamplingParams(temperature=0.7, seed=1, extra_args=extra)
+        AgentGuardParams.validate_params(params)
+        states.add_request(request, 2, [1, 4], 0, 40)
+        slot = states.req_id_to_index[request]
+        sampler.add_request(slot, params)
+        states.apply_staged_writes()
+        sampler.apply_staged_writes()
+        return slot
+
+    slots = [admit("bound", ag_rule="interp:w=1,p_min=0,top_k=0", ag_think_tokens=5), admit("free")]
+    copied = [bool(sampler.needs_logits_processing[slot]) for slot in slots]
+    for _ in range(5):
+        sampler.apply_staged_writes()
+        rows, order = 2 * (K + 1), torch.tensor(slots)
+        # the model wants token 8 and hardly 7; the drafter proposes 7 and is sure of it
+        logits = torch.zeros(rows, v).bfloat16()
+        logits[:, 8], logits[:, 7] = 9.0, 3.0
+        draft.fill_(-2.0)
+        draft[:, :, 7] = 9.0
+        total = states.total_len.gpu[order]
+        last = states.all_token_ids.gpu[order, total.long() - 1]
+        drafted = torch.full((2, K), 7, dtype=torch.int32)
+        ends = torch.arange(0, rows + 1, K + 1, dtype=torch.int32)
+        batch = SimpleNamespace(
+            req_ids=["bound", "free"], num_reqs=2, idx_mapping=order, idx_mapping_np=order.numpy(),
+            expanded_idx_mapping=order.repeat_interleave(K + 1), expanded_local_pos=torch.arange(K + 1,
+            dtype=torch.int32).repeat(2), input_ids=torch.cat([last.unsqueeze(-1), drafted], 1).flatten().int(),
+            positions=(total.unsqueeze(-1) - 1 + torch.arange(K + 1)).flatten().long(), logits_indices=torch.arange(rows),
+            cu_num_logits=ends, cu_num_logits_np=ends.numpy(), seq_lens=(total + K).int(), seq_lens_cpu_upper_bound=(total +
+            K).int(), )  # fmt: skip
+        out = runner.rejection_sampler(logits, batch, draft, None)
+        computed = states.num_computed_tokens.gpu
+        post_update(
+            order, computed, states.last_sampled_tokens, sampler.penalties_state.output_bin_counts, out.sampled_token_ids,
+            out.num_sampled, out.num_rejected, torch.tensor([0, K + 1, rows], dtype=torch.int32), states.all_token_ids.gpu,
+            states.total_len.gpu,
+        )  # fmt: skip
+    texts = [states.all_token_ids.gpu[slot, 2 : int(states.total_len.gpu[slot])].tolist() for slot in slots]
+    assert budgets is not None
+    return {"off": off, "copied": copied, "bound": texts[0], "free": texts[1], "standing": budgets.set_total("bound", 3)}
+
+
 def without_draft_logits() -> list[int]:
     engine = v2.Engine(4, 6, K)
     for slot in range(4):
@@ -275,13 +353,11 @@ def phases() -> list[bool]:
 
 def main() -> None:
     warnings.simplefilter("ignore", RuntimeWarning)
-    rest = (strict_beside_relaxed, telemetry, own_sampler, without_draft_logits, budgets, phases)
+    rest = (strict_beside_relaxed, telemetry, own_sampler, installed, without_draft_logits, budgets, phases)
     with torch.inference_mode():
         alone = "laws" in sys.argv[2:]
         out = {"laws": laws(int(sys.argv[1]), RULES if alone else (*RULES, *FILTERED))}
-        if sys.argv[2:] == ["own"]:
-            out = {"own": own_sampler()}
-        elif not alone:
+        if not alone:
             out |= {scenario.__name__: scenario() for scenario in rest}
     print("RESULT" + json.dumps(out))
 
