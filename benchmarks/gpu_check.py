@@ -11,9 +11,11 @@ done in torch (softmax of both rows, the ratio, one race over the residual); the
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import importlib.util
 import json
 import statistics
+import subprocess
 import sys
 import time
 import traceback
@@ -256,6 +258,20 @@ def set_up() -> dict[str, Any]:
     return {"passed": not any(moved.values()), "vllm": compat.vllm_version(), "moved": moved}
 
 
+def engine() -> dict[str, Any]:
+    """The reference pair with the plugin in vLLM's own choice of runner, in a child so that it cannot take this run down."""
+    points = {e.value for e in importlib.metadata.entry_points(group="vllm.general_plugins")}
+    if importlib.util.find_spec("vllm") is None or "engine_plugins.vllm:register" not in points:
+        return {"passed": None, "reason": "vLLM and agentguard-vllm are not both installed (pip install --no-deps -e .)"}
+    command = [sys.executable, "-m", "benchmarks.gpu_engine"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    found = [line.removeprefix("RESULT") for line in done.stdout.splitlines() if line.startswith("RESULT")]
+    if not found:
+        return {"passed": False, "error": done.stderr[-3000:]}
+    result: dict[str, Any] = json.loads(found[-1])
+    return result
+
+
 def guarded(name: str, call: Callable[[], Any], out: dict[str, Any]) -> None:
     """One part of the run; what fails is in the result and does not end the others."""
     started = time.perf_counter()
@@ -301,6 +317,8 @@ def main() -> int:
     guarded("no_sync", lambda: no_sync(large, device), out)
     guarded("set_up", set_up, out)
     guarded("times", lambda: [timed(large, n, device, repeats, not small) for n in counts], out)
+    if not small:
+        guarded("engine", engine, out)
     text = json.dumps(out, indent=1)
     print(text)
     if arguments.out:
