@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -69,7 +70,7 @@ def describe(logits: Tensor, q: Tensor | None, x: Tensor, greedy: Tensor, end: i
     the end-of-think marker's (first) token."""
     at = x.clamp_min(0).unsqueeze(-1)
     drafted = x >= 0
-    read = _kernel if kernels.choose(logits.device.type).kernels else _twin
+    read = _kernel if _on_kernels(logits.device.type) else _twin
     p, rank, closing = read(logits, x, at, end)
     p = torch.where(drafted, p, 0.0)
     if q is None:
@@ -78,6 +79,11 @@ def describe(logits: Tensor, q: Tensor | None, x: Tensor, greedy: Tensor, end: i
         qx = q.gather(-1, at).squeeze(-1).to(p.dtype)
         strict = torch.where(qx > 0, p / qx, 0.0).clamp_max(1)
     return Described(p, qx, rank, torch.where(greedy & drafted, (rank == 0).to(p.dtype), strict), closing)
+
+
+@functools.cache
+def _on_kernels(device: str) -> bool:
+    return kernels.choose(device).kernels
 
 
 def _kernel(logits: Tensor, x: Tensor, at: Tensor, end: int | None) -> tuple[Tensor, Tensor, Tensor]:
