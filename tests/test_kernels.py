@@ -18,7 +18,10 @@ from engine_plugins.kernels.batch import Batch, table_of
 from engine_plugins.rules.exact import acceptance_of, recovered_of
 from engine_plugins.vllm import observe
 
-pytestmark = pytest.mark.kernels
+pytestmark = [
+    pytest.mark.kernels,
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="a GPU is here: run benchmarks/gpu_check.sh"),
+]
 
 RULES = (
     "strict:p_min=0.1", "cactus:0.25", "cactus:inf", "lenience:0.3", "mentored-dec:0.5", "interp:0.4", "interp:1",
