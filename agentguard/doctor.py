@@ -33,11 +33,14 @@ if out[0][1]:
     from vllm.triton_utils import HAS_TRITON
     out[0][2] = f"vLLM {compat.vllm_version()} on torch {torch.__version__}, platform {current_platform.device_type}"
     asked = os.environ.get("VLLM_USE_V2_MODEL_RUNNER")
-    runner = "V2" if HAS_TRITON and not current_platform.is_cpu() and asked != "0" else "V1"
-    why = "" if runner == "V1" else "; agentguard drives V1 only so far: start the engine with VLLM_USE_V2_MODEL_RUNNER=0"
-    out.append(["model runner", runner == "V1", runner + why])
-    reason = compat.rules_block_reason()
-    out.append(["rules, support filter, telemetry", not reason, reason or "verification seam fits this vLLM"])
+    runner = "V2" if asked == "1" or (HAS_TRITON and not current_platform.is_cpu() and asked != "0") else "V1"
+    out.append(["model runner", True, f"{runner} unless a model or a method asks for another; the engine says which it took"])
+    for one, more in (("V1", ", tts"), ("V2", "; tts is off, it needs V1")):
+        reason = compat.seam_block_reason(one)
+        fits = "every name the plugin binds is there: rules, support filter, think budgets, telemetry" + more
+        out.append([f"plugin on runner {one}", not reason, reason or fits])
+    from engine_plugins import kernels
+    out.append(["kernels", True, kernels.choose(current_platform.device_type).reason])
     if current_platform.is_cpu():
         from vllm.v1.sample import rejection_sampler as sampler
         current_platform.register_triton_kernel_overrides()

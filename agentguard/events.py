@@ -7,23 +7,12 @@ of them. Times are UNIX seconds; every count is in tokens unless its name says o
 
 from __future__ import annotations
 
-from enum import IntFlag, StrEnum
+from enum import StrEnum
 from typing import Any, Literal, TypeAlias
 
 import msgspec
 
-
-class RowFlag(IntFlag):
-    """What happened to one drafted token. Several may hold."""
-
-    ACCEPTED = 1
-    RELAXED = 2  # a relaxed rule judged this row (otherwise strict did)
-    LOW_SUPPORT = 4  # the support filter rejected it
-    FORCED = 8  # a budget or a grammar forced this row, so it stayed strict
-    MASKED = 16  # the target forbids the token (-inf)
-    END_OF_THINK = 32  # the target's argmax closes the trace, so the row stayed strict
-    GREEDY = 64  # temperature 0: the engine's greedy kernel decides
-    UNSURE = 128  # the target's entropy is above the rule's h_max, so the row stayed strict
+from agentguard.row_flags import RowFlag as RowFlag
 
 
 class Fate(StrEnum):

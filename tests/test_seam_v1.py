@@ -18,21 +18,11 @@ from engine_plugins.vllm.observe import Coins, describe, rows_of
 from engine_plugins.vllm.phase import ThinkMarkers
 from engine_plugins.vllm.seam_v1 import SeamV1
 from tests import stock_kernels
+from tests.chi_square import p_value
 from tests.test_rules import distributions, every_spec, tv
 
 stock = stock_kernels.stock.rejection_sample
 V, END = 6, 5
-
-
-def p_value(observed: torch.Tensor, expected: torch.Tensor) -> float:
-    """Pearson's chi-square test; what cannot happen must not have happened."""
-    possible = expected > 0
-    assert observed[~possible].sum() == 0
-    observed, expected = observed[possible], expected[possible]
-    if len(observed) == 1:
-        return 1.0
-    statistic = ((observed - expected) ** 2 / expected).sum()
-    return float(torch.special.gammaincc(torch.tensor((len(observed) - 1) / 2), statistic.float() / 2))
 
 
 class FakeTap:

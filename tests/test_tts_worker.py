@@ -20,8 +20,9 @@ from engine_plugins.tts.serving import START, Serving
 from engine_plugins.tts.slots import Slots
 from engine_plugins.vllm import worker as worker_module
 from engine_plugins.vllm.seam_v1 import _without_broken_rows
+from tests.chi_square import p_value
 from tests.test_rules import distributions
-from tests.test_seam_v1 import DRAWS, draws_of, p_value
+from tests.test_seam_v1 import DRAWS, draws_of
 
 V, K = 20, 3
 GOOD = {"tts": {}, "frames": "ipc:///x"}

@@ -9,21 +9,28 @@ import pytest
 
 import engine_plugins.vllm as plugin
 from agentguard.errors import AgentGuardError
-from engine_plugins.vllm import worker
+from engine_plugins.vllm import compat, worker
+from engine_plugins.vllm.processor import AgentGuardParams
 from tests import stock_kernels  # noqa: F401  # keeps the stock functions before a test here replaces them
 
 
 def a_worker(
-    *, v2: bool = False, asynchronous: bool = False, settings: dict[str, Any] | None = None, method: str = "standard"
-) -> Any:
+    *, runner: str = "V1", asynchronous: bool = False, settings: dict[str, Any] | None = None, method: str = "standard",
+    sampled: str = "probabilistic", **of_the_runner: Any,
+) -> Any:  # fmt: skip
     config = SimpleNamespace(
         additional_config={"agentguard": settings or {}},
         scheduler_config=SimpleNamespace(async_scheduling=asynchronous),
-        speculative_config=SimpleNamespace(rejection_sample_method=method, draft_sample_method="probabilistic"),
+        speculative_config=SimpleNamespace(rejection_sample_method=method, draft_sample_method=sampled),
         reasoning_config=None,
     )
-    runner = SimpleNamespace(_sample=None, _bookkeeping_sync=None)
-    return SimpleNamespace(vllm_config=config, use_v2_model_runner=v2, is_driver_worker=True, model_runner=runner)
+    kinds: dict[str, dict[str, Any]] = {
+        "V1": {"_sample": None, "_bookkeeping_sync": None, "input_batch": None, "requests": {}},
+        "V2": {"req_states": None, "sampler": SimpleNamespace(logits_processors=[AgentGuardParams()]), "rejection_sampler": None},
+        "V3": {},
+    }
+    model_runner = SimpleNamespace(**{**kinds[runner], **of_the_runner})
+    return SimpleNamespace(vllm_config=config, is_driver_worker=True, model_runner=model_runner)
 
 
 @pytest.fixture
@@ -35,7 +42,11 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("faulty", "named"),
     [
-        ({"v2": True}, "VLLM_USE_V2_MODEL_RUNNER=0"),
+        ({"runner": "V3"}, "use vLLM's V1 or V2"),
+        ({"runner": "V2", "settings": {"tts": {}}}, "VLLM_USE_V2_MODEL_RUNNER=0"),
+        ({"runner": "V2", "sampler": SimpleNamespace(logits_processors=[])}, "logits processor"),
+        ({"runner": "V2", "rejection_sampler": SimpleNamespace()}, "a rejection sampler of its own"),
+        ({"runner": "V2", "batch_sharder": 1, "settings": {"telemetry": "ipc:///x"}}, "batch-sharded sampling"),
         ({"asynchronous": True}, "--no-async-scheduling"),
         ({"settings": {"rul": "strict"}}, "did you mean 'rule'"),
         ({"settings": {"rule": "cactus:delta=-1"}}, "additional_config.agentguard.rule"),
@@ -46,6 +57,37 @@ def test_a_set_up_that_could_not_work_is_refused_with_the_remedy(faulty: dict[st
     with pytest.raises(AgentGuardError) as caught:
         worker.install(a_worker(**faulty))
     assert named in str(caught.value)
+
+
+@pytest.mark.usefixtures("registered")
+def test_strict_start_up_aborts_on_what_is_only_a_warning_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    off = {f.name: f.reason for f in worker.features(a_worker(sampled="greedy"), {}, "V1") if not f.on}
+    assert set(off) == {"rules and support filter", "think budgets"}
+    assert "falls back to strict" in off["rules and support filter"]
+    monkeypatch.setenv("AG_STRICT", "1")
+    with pytest.raises(AgentGuardError, match="falls back to strict"):
+        worker.install(a_worker(sampled="greedy"))
+
+
+@pytest.mark.usefixtures("registered")
+def test_a_vllm_whose_names_moved_is_refused_with_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat.signatures, "installed", lambda module, name: None)
+    with pytest.raises(AgentGuardError, match=r"rejection_sampler\.rejection_sample is gone"):
+        worker.install(a_worker())
+
+
+def test_an_unknown_version_is_refused_with_what_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "vllm_version", lambda: "0.40.0")
+    (feature,) = compat.gate()
+    assert not feature.on
+    assert "every name the plugin binds is there" in feature.reason
+    installed = compat.signatures.installed
+
+    def lacking(module: str, name: str) -> compat.signatures.Found | None:
+        return None if name == "apply_thinking_budget" else installed(module, name)
+
+    monkeypatch.setattr(compat.signatures, "installed", lacking)
+    assert "apply_thinking_budget is gone" in compat.gate()[0].reason
 
 
 def test_a_plugin_left_out_of_vllm_plugins_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

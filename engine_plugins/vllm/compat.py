@@ -1,32 +1,21 @@
 """Can this plugin run on this vLLM? Versions and feature probes, each with the reason when the answer is no.
 
-The plugin wraps functions of vLLM by name, so a version number alone is not enough: the probes look at the signatures it relies on.
+The plugin wraps functions of vLLM by name, so a version number alone is not enough: the probes look at the names it relies on
+(`signatures.NAMES`).
 """
 
 from __future__ import annotations
 
-import importlib
 import importlib.metadata
-import inspect
 import os
 from dataclasses import dataclass
+
+from engine_plugins.vllm import signatures
 
 SUPPORTED = ((0, 32), (0, 34))  # from, below
 UNTESTED_ENV = "AG_ALLOW_UNTESTED_VLLM"
 STRICT_ENV = "AG_STRICT"
 DISABLE_ENV = "AG_DISABLE"
-
-V1_SAMPLER = "vllm.v1.sample.rejection_sampler"
-V1_PARAMETERS = (
-    "draft_token_ids",
-    "num_draft_tokens",
-    "max_spec_len",
-    "cu_num_draft_tokens",
-    "draft_probs",
-    "target_logits",
-    "bonus_token_ids",
-    "sampling_metadata",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +25,7 @@ class Feature:
     name: str
     on: bool
     reason: str = ""
+    asked: bool = False  # somebody asked for it, so off is an error
 
 
 def vllm_version() -> str | None:
@@ -63,21 +53,19 @@ def version_block_reason(version: str | None) -> str:
     return f"vLLM {version} is outside {span}; install one in this window, or set {UNTESTED_ENV}=1 to try it"
 
 
-def rules_block_reason() -> str:
-    """Why the verification seam of runner V1 cannot be installed, "" when it can. Imports vLLM."""
-    try:
-        sampler = importlib.import_module(V1_SAMPLER)
-    except ImportError as error:
-        return f"{V1_SAMPLER} cannot be imported ({error})"
-    found = tuple(inspect.signature(sampler.rejection_sample).parameters)
-    if found[: len(V1_PARAMETERS)] != V1_PARAMETERS:
-        return f"{V1_SAMPLER}.rejection_sample has parameters {found}, expected them to begin with {V1_PARAMETERS}"
-    return ""
+def seam_block_reason(runner: str) -> str:
+    """Why the plugin does not fit this runner ("V1", "V2") of the installed vLLM, "" when it does: the names that moved."""
+    moved = signatures.missing(runner)
+    return "" if not moved else f"runner {runner} of vLLM {vllm_version()} has changed: {'; '.join(moved)}"
 
 
 def gate() -> list[Feature]:
     """The features of this installation, in the order doctor prints them. Does not import vLLM's engine."""
     if os.environ.get(DISABLE_ENV) == "1":
         return [Feature("plugin", False, f"switched off by {DISABLE_ENV}=1")]
-    reason = version_block_reason(vllm_version())
+    version = vllm_version()
+    reason = version_block_reason(version)
+    if reason and version is not None:
+        moved = [moved for runner in signatures.RUNNERS for moved in signatures.missing(runner)]
+        reason += f" (what moved: {'; '.join(moved)})" if moved else " (every name the plugin binds is there)"
     return [Feature("plugin", not reason, reason)]

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from agentguard.events import DraftRows, Fate, RowFlag
+from agentguard.events import DraftRows, Fate, RowFlag, Verified
+from engine_plugins import kernels
 
 # elements a pass works on, so that it meets its rows in the CPU's cache (rank of 384 rows of 151,936: 40 ms against 150 ms in
 # one piece)
 CHUNK = 1 << 20
+STRICT = "strict"
 
 
 class Coins:
@@ -67,9 +70,34 @@ def describe(logits: Tensor, q: Tensor | None, x: Tensor, greedy: Tensor, end: i
     the end-of-think marker's (first) token."""
     at = x.clamp_min(0).unsqueeze(-1)
     drafted = x >= 0
+    read = _kernel if _on_kernels(logits.device.type) else _twin
+    p, rank, closing = read(logits, x, at, end)
+    p = torch.where(drafted, p, 0.0)
+    if q is None:
+        qx, strict = torch.full_like(p, -1.0), p
+    else:
+        qx = q.gather(-1, at).squeeze(-1).to(p.dtype)
+        strict = torch.where(qx > 0, p / qx, 0.0).clamp_max(1)
+    return Described(p, qx, rank, torch.where(greedy & drafted, (rank == 0).to(p.dtype), strict), closing)
+
+
+@functools.cache
+def _on_kernels(device: str) -> bool:
+    return kernels.choose(device).kernels
+
+
+def _kernel(logits: Tensor, x: Tensor, at: Tensor, end: int | None) -> tuple[Tensor, Tensor, Tensor]:
+    """p(x), the rank of x, p(end marker) or -1, in one pass."""
+    from engine_plugins.kernels import batch, launch
+
+    stats, _ = launch.statistics(batch.Batch.of(logits, x), end=-1 if end is None else end)
+    return stats[:, batch.PX], stats[:, batch.RANK].long(), stats[:, batch.END]
+
+
+def _twin(logits: Tensor, x: Tensor, at: Tensor, end: int | None) -> tuple[Tensor, Tensor, Tensor]:
+    """As `_kernel`; p(x) relative to the row's maximum, as softmax does it: logits far from 0 lose nothing then."""
     lx = logits.gather(-1, at)
     size = max(1, CHUNK // logits.shape[-1])
-    # p(x) relative to the row's maximum, as softmax does it: logits far from 0 lose nothing then
     relative, rank = torch.empty_like(lx), torch.empty_like(x)
     closing = torch.full_like(lx, -1.0)
     for start in range(0, len(x), size):
@@ -80,13 +108,7 @@ def describe(logits: Tensor, q: Tensor | None, x: Tensor, greedy: Tensor, end: i
         if end is not None:
             closing[part] = (logits[part, end, None] - top - total).exp_()
         rank[part] = (logits[part] > lx[part]).sum(-1)
-    p = torch.where(drafted, relative.exp().squeeze(-1), 0.0)
-    if q is None:
-        qx, strict = torch.full_like(p, -1.0), p
-    else:
-        qx = q.gather(-1, at).squeeze(-1).to(p.dtype)
-        strict = torch.where(qx > 0, p / qx, 0.0).clamp_max(1)
-    return Described(p, qx, rank, torch.where(greedy & drafted, (rank == 0).to(p.dtype), strict), closing.squeeze(-1))
+    return relative.exp().squeeze(-1), rank, closing.squeeze(-1)
 
 
 def entropy(logits: Tensor) -> Tensor:
@@ -106,6 +128,32 @@ def rows_of(
     return DraftRows(
         token=list(tokens), p=list(p), q=list(q), rank=list(rank), strict=list(strict), would=would, flags=marked, fate=fate
     )
+
+
+def verified(
+    request: str, asked: str, accepted: int, columns: Sequence[Sequence[Any]], end: Sequence[float],
+    entropy: Sequence[float] | Mapping[int, float],
+) -> Verified:  # fmt: skip
+    """One request's round. columns: of its rows, in the order `rows_of` takes them; end, entropy: of its rows; told is where, among
+    those decided, the end marker stood highest (`at_end`), so the entropy of that row is enough."""
+    at = at_end(end, accepted)
+    flags = columns[-1]
+    return Verified(
+        request=request,
+        rule_asked=asked,
+        rule_effective=asked if any(f & RowFlag.RELAXED for f in flags) else STRICT,
+        drafted=len(flags),
+        accepted=accepted,
+        rows=rows_of(accepted, *columns),
+        end=end[at] if at >= 0 else -1.0,
+        entropy=entropy[at] if at >= 0 else -1.0,
+    )
+
+
+def at_end(end: Sequence[float], accepted: int) -> int:
+    """Which of a request's decided rows gives the end marker most; -1 where the marker is unknown."""
+    decided = end[: accepted + 1]
+    return max(range(len(decided)), key=decided.__getitem__) if decided and max(decided) >= 0 else -1
 
 
 def _fate(behind: int, flags: int, would: bool) -> Fate:

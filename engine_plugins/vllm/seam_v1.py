@@ -22,10 +22,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from agentguard.events import RowFlag, Verified
+from agentguard.events import RowFlag
 from engine_plugins import rules
+from engine_plugins.kernels.batch import FORCED_LOGIT
 from engine_plugins.tts.capture import Seen
-from engine_plugins.vllm.observe import Coins, Described, describe, entropy, rows_of
+from engine_plugins.vllm.observe import Coins, Described, at_end, describe, entropy, verified
 from engine_plugins.vllm.params import RequestParams
 from engine_plugins.vllm.phase import PhaseTracker, ThinkMarkers
 
@@ -33,9 +34,6 @@ if TYPE_CHECKING:
     from agentguard.rulespec import RuleSpec
     from engine_plugins.tts.serving import Serving
     from engine_plugins.vllm.tap import Tap
-
-FORCED_LOGIT = 1e6  # vLLM writes 1e9 before temperature; no model's logit comes near
-STRICT = "strict"
 
 
 @dataclass(slots=True)
@@ -217,43 +215,26 @@ class SeamV1:
             column.tolist()
             for column in (step.drafts, described.p, described.q, described.rank, described.strict, coins.float(), step.flags)
         ]
-        ends, uncertain = self._readiness(step, described.end, accepted)
-        frames = []
-        for i, (start, end) in enumerate(step.spans):
-            if start == end:
-                continue
-            mine = [column[start:end] for column in columns]
-            asked = str(step.requests[i].params.rule)
-            frames.append(
-                Verified(
-                    request=step.ids[i],
-                    rule_asked=asked,
-                    rule_effective=asked if any(f & RowFlag.RELAXED for f in mine[-1]) else STRICT,
-                    drafted=end - start,
-                    accepted=accepted[i],
-                    rows=rows_of(accepted[i], *mine),
-                    end=ends[i],
-                    entropy=uncertain[i],
-                )
+        ends = described.end.tolist()
+        at = [at_end(ends[start:stop], accepted[i]) for i, (start, stop) in enumerate(step.spans)]
+        uncertain = self._entropies(step, at)
+        frames = [
+            verified(
+                step.ids[i], str(step.requests[i].params.rule), accepted[i], [column[start:stop] for column in columns],
+                ends[start:stop], {at[i]: uncertain[i]},
             )
+            for i, (start, stop) in enumerate(step.spans)
+            if start < stop
+        ]  # fmt: skip
         self._steps += 1
         self._tap.publish(time.time(), self._steps, frames)
 
-    def _readiness(self, step: _Step, end: torch.Tensor, accepted: list[int]) -> tuple[list[float], list[float]]:
-        """For each request, the highest probability of the end marker among the rows that were decided, and the entropy there."""
-        tops, at = [-1.0] * len(step.spans), [0] * len(step.spans)
-        values = end.tolist()
-        for i, (start, stop) in enumerate(step.spans):
-            decided = values[start : min(stop, start + accepted[i] + 1)]
-            if decided:
-                tops[i] = max(decided)
-                at[i] = start + decided.index(tops[i])
-        some = [i for i, top in enumerate(tops) if top >= 0]
-        nats = [-1.0] * len(tops)
-        if some:
-            for i, value in zip(some, entropy(step.logits[[at[i] for i in some]]).tolist(), strict=True):
-                nats[i] = value
-        return tops, nats
+    @staticmethod
+    def _entropies(step: _Step, at: list[int]) -> list[float]:
+        """Of each request, at its row ``at``; -1 where that is -1."""
+        rows = [start + row for (start, _), row in zip(step.spans, at, strict=True) if row >= 0]
+        values = iter(entropy(step.logits[rows]).tolist() if rows else ())
+        return [next(values) if row >= 0 else -1.0 for row in at]
 
 
 def _without_broken_rows(q: torch.Tensor) -> None:

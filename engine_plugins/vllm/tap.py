@@ -8,6 +8,7 @@ subscriber costs one non-blocking receive.
 from __future__ import annotations
 
 import contextlib
+import threading
 from typing import TYPE_CHECKING
 
 import zmq
@@ -33,11 +34,14 @@ class Tap:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(endpoint)
         self._subscribers = 0
+        self._lock = (
+            threading.Lock()
+        )  # on runner V2 frames are sent by the outbox's thread, and a ZMQ socket is no two threads' own
 
     @property
     def wanted(self) -> bool:
         """Does anybody listen? Reads pending (un)subscriptions without waiting."""
-        with contextlib.suppress(zmq.Again):
+        with self._lock, contextlib.suppress(zmq.Again):
             while True:
                 self._subscribers += 1 if self._socket.recv(zmq.NOBLOCK)[:1] == b"\x01" else -1
         return self._subscribers > 0
@@ -45,11 +49,13 @@ class Tap:
     def publish(self, t: float, step: int, requests: Sequence[Verified]) -> None:
         frame = VerificationStep(t=t, engine=self.engine, step=step, requests=list(requests))
         # a PUB-type socket never blocks: at a subscriber's high-water mark the frame is dropped for it
-        self._socket.send(encode_msgpack(frame), zmq.NOBLOCK)
+        with self._lock:
+            self._socket.send(encode_msgpack(frame), zmq.NOBLOCK)
 
     def emit(self, event: DraftUpdated | TtsChanged) -> None:
         """An event of its own, unnumbered."""
-        self._socket.send(encode_msgpack(event), zmq.NOBLOCK)
+        with self._lock:
+            self._socket.send(encode_msgpack(event), zmq.NOBLOCK)
 
     def close(self) -> None:
         self._socket.close()

@@ -1,13 +1,14 @@
 """The worker class: ``vllm serve … --worker-cls engine_plugins.vllm.worker.Worker``.
 
-After the model is loaded it installs the verification seam, the CPU correction and the telemetry tap. Server-wide settings come in
-`--additional-config '{"agentguard": {"rule": "strict", "telemetry": "ipc:///run/…", "engine": "engine-0"}}'`; "tts" holds the knobs
-of `agentguard.tts_settings` and "frames" the address of the trainer's socket."""
+After the model is loaded it installs the verification seam of the runner vLLM chose, the CPU correction and the telemetry tap.
+Server-wide settings come in `--additional-config '{"agentguard": {"rule": "strict", "telemetry": "ipc:///run/…", "engine":
+"engine-0"}}'`; "tts" holds the knobs of `agentguard.tts_settings` and "frames" the address of the trainer's socket."""
 
 from __future__ import annotations
 
 import logging
-from typing import Any
+import os
+from typing import TYPE_CHECKING, Any
 
 from vllm.platforms import current_platform
 from vllm.v1.sample import rejection_sampler
@@ -18,12 +19,19 @@ from agentguard.errors import ConfigError, PluginError, nearest
 from agentguard.events import TtsState
 from agentguard.rulespec import RuleSpec
 from agentguard.tts_settings import BACKEND, TtsSettings
+from engine_plugins import kernels
 from engine_plugins.tts import states
 from engine_plugins.tts.capture import Capture
 from engine_plugins.tts.serving import Serving
-from engine_plugins.vllm import budget, compat, cpu_fixes, seam_v1
+from engine_plugins.vllm import budget, compat, cpu_fixes, ranks, seam_v1
 from engine_plugins.vllm.phase import ThinkMarkers
+from engine_plugins.vllm.processor import AgentGuardParams
 from engine_plugins.vllm.tap import Tap
+
+if TYPE_CHECKING:
+    from engine_plugins.vllm.budget_v2 import BudgetState
+    from engine_plugins.vllm.request_slots import RequestSlots
+    from engine_plugins.vllm.seam_v2 import SeamV2
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as Base
@@ -31,6 +39,8 @@ else:
     from vllm.v1.worker.gpu_worker import Worker as Base
 
 logger = logging.getLogger("vllm.agentguard")
+# of the rejection sampler: vLLM's, none in an earlier pipeline stage, or ours in front of it
+V2_SAMPLERS = ("vllm.v1.worker.gpu.spec_decode.rejection_sampler", "builtins", "engine_plugins.vllm.seam_v2")
 SETTINGS = ("rule", "telemetry", "engine", "tts", "frames")
 
 
@@ -38,6 +48,8 @@ class Worker(Base):  # type: ignore[misc]  # vLLM is untyped to us
     """The platform's worker with the seam. Refuses to load where it could only be a silent no-op."""
 
     ag_tts: Serving | None = None
+    ag_slots: RequestSlots | None = None
+    ag_seam: SeamV2 | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -53,6 +65,8 @@ class Worker(Base):  # type: ignore[misc]  # vLLM is untyped to us
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         if self.ag_tts is not None:
             self.ag_tts.before_step(scheduler_output, set(self.model_runner.requests))
+        if self.ag_slots is not None:
+            self.ag_slots.forget(scheduler_output.finished_req_ids)
         return super().execute_model(scheduler_output, *args, **kwargs)
 
     def ag_tts_fixed(self) -> list[str]:
@@ -83,8 +97,8 @@ class Worker(Base):  # type: ignore[misc]  # vLLM is untyped to us
         return self.ag_budgets.set_total(request, tokens) if self.ag_budgets is not None else {"found": False}
 
 
-def install(worker: Any) -> budget.BudgetHolder | None:
-    """Install everything the plugin does in this worker; returns the holder of think budgets, None where the think markers are
+def install(worker: Any) -> budget.BudgetHolder | BudgetState | None:
+    """Install everything the plugin does in this worker; returns what holds the think budgets, None where the think markers are
     unknown. Raises PluginError or ConfigError before any request can run."""
     if not plugin.registered:
         raise PluginError(
@@ -93,58 +107,177 @@ def install(worker: Any) -> budget.BudgetHolder | None:
     off = [f for f in compat.gate() if not f.on]
     if off:
         raise PluginError(off[0].reason)
-    if getattr(worker, "use_v2_model_runner", False):
-        raise PluginError(
-            "vLLM chose Model Runner V2, which this version of agentguard does not drive yet: rules and telemetry would be a "
-            "silent no-op; start the engine with VLLM_USE_V2_MODEL_RUNNER=0"
-        )
-    config = worker.vllm_config
-    if getattr(config.scheduler_config, "async_scheduling", False):
-        raise PluginError(
-            "async scheduling hides the tokens of the last step from the phase of a request (think or answer) on runner V1; "
-            "start the engine with --no-async-scheduling"
-        )
-    settings = (config.additional_config or {}).get("agentguard", {})
+    settings = (worker.vllm_config.additional_config or {}).get("agentguard", {})
     for key in settings:
         if key not in SETTINGS:
             raise ConfigError(f"additional_config.agentguard.{key}", settings[key], nearest(key, SETTINGS))
     default = RuleSpec.parse(settings.get("rule", "strict"), what="additional_config.agentguard.rule")
+    runner = runner_of(worker.model_runner)
+    reason = compat.seam_block_reason(runner)
+    if reason:
+        raise PluginError(reason)
+    found = features(worker, settings, runner)
+    for feature in found:
+        logger.info(
+            "agentguard: %s %s%s", feature.name, "on" if feature.on else "off", f": {feature.reason}" if feature.reason else ""
+        )
+    refused = [f for f in found if not f.on and (f.asked or os.environ.get(compat.STRICT_ENV) == "1")]
+    if refused:
+        raise PluginError("; ".join(f"{f.name}: {f.reason}" for f in refused))
+    return (_install_v1 if runner == "V1" else _install_v2)(worker, settings, default)
+
+
+def runner_of(model_runner: Any) -> str:
+    """Which of vLLM's model runners this is, told by the object itself: V2 has request states, V1 a persistent batch."""
+    if hasattr(model_runner, "req_states"):
+        return "V2"
+    if hasattr(model_runner, "input_batch") and hasattr(model_runner, "requests"):
+        return "V1"
+    raise PluginError(f"{type(model_runner).__name__} is neither of the model runners agentguard knows; use vLLM's V1 or V2")
+
+
+def features(worker: Any, settings: dict[str, Any], runner: str) -> list[compat.Feature]:
+    """What works in this engine and what does not, each with the reason."""
+    config = worker.vllm_config
+    rules, fatal = _rules_reason(worker, runner)
+    budgets = "" if _marked(config) else "no --reasoning-parser, so ag_phase=think relaxes nothing and no trace can be closed here"
+    return [
+        compat.Feature("rules and support filter", not rules, rules, asked=fatal),
+        compat.Feature("think budgets", not budgets, budgets),
+        _feature("verification telemetry", settings.get("telemetry"), _telemetry_reason(worker, runner)),
+        _feature("tts", settings.get("tts"), _tts_reason(config, runner)),
+    ]
+
+
+def _feature(name: str, setting: Any, reason: str) -> compat.Feature:
+    """A feature that is on where it is set, and an error where it is set and cannot be had."""
+    if setting is None or setting == "":
+        return compat.Feature(name, True, "not asked for")
+    return compat.Feature(name, not reason, reason, asked=True)
+
+
+def _rules_reason(worker: Any, runner: str) -> tuple[str, bool]:
+    """Why no rule can relax in this engine, and whether it must not start with that."""
+    config = worker.vllm_config
+    speculative = config.speculative_config
+    if speculative is None:
+        return "no draft model, so there is nothing to verify", False
+    method = getattr(speculative, "rejection_sample_method", "standard")
+    if method != "standard":
+        return f"rejection_sample_method={method!r} changes what acceptance means; use 'standard'", True
+    if runner == "V1" and getattr(config.scheduler_config, "async_scheduling", False):
+        return (
+            "async scheduling hides the tokens of the last step from the phase of a request (think or answer) on runner V1; "
+            "start the engine with --no-async-scheduling"
+        ), True
+    if runner == "V2" and getattr(config, "watermark_config", None) is not None:
+        return "a watermark draws tokens by keys of its own, which a rewritten row would break; start without one", True
+    if runner == "V2" and type(getattr(worker.model_runner, "rejection_sampler", None)).__module__ not in V2_SAMPLERS:
+        return "this model brings a rejection sampler of its own, which the rules would never reach; start without a draft", True
+    if runner == "V2" and _last_stage(worker) and _processor(worker.model_runner) is None:
+        return "vLLM did not load the plugin's logits processor, which brings a request's rule; reinstall agentguard-vllm", True
+    if getattr(speculative, "draft_sample_method", None) != "probabilistic":
+        return (
+            "draft_sample_method is not 'probabilistic', so the drafter keeps no probabilities and every relaxed rule falls back "
+            "to strict; set it in --speculative-config"
+        ), False
+    return "", False
+
+
+def _telemetry_reason(worker: Any, runner: str) -> str:
+    if runner == "V2" and getattr(worker.model_runner, "batch_sharder", None) is not None:
+        return "batch-sharded sampling spreads the requests over the ranks, and one of them speaks; turn it off"
+    return ""
+
+
+def _tts_reason(config: Any, runner: str) -> str:
+    if config.speculative_config is None:
+        return "there is no draft to train; start the engine with --speculative-config"
+    if runner == "V2":
+        return (
+            "runner V2 keeps a request's tokens on the device, and the trainer's frames need them on the host; start the "
+            "engine with VLLM_USE_V2_MODEL_RUNNER=0, or without tts"
+        )
+    return ""
+
+
+def _last_stage(worker: Any) -> bool:
+    """Is the sampler in this pipeline stage?"""
+    return bool(getattr(worker.model_runner, "is_last_pp_rank", True))
+
+
+def _install_v1(worker: Any, settings: dict[str, Any], default: RuleSpec) -> budget.BudgetHolder | None:
+    config, runner = worker.vllm_config, worker.model_runner
     if current_platform.is_cpu():
         cpu_fixes.install(rejection_sampler)
-        cpu_fixes.rewind_discarded_draws(worker.model_runner)
+        cpu_fixes.rewind_discarded_draws(runner)
         logger.info("agentguard: expand_batch_to_tokens replaced (vllm#55005)")
     markers = _markers(config)
     budgets = None
     if markers is not None:
         closing = budget.Closing.of(config.reasoning_config.reasoning_end_token_ids, markers.end)
-        budgets = budget.install(worker.model_runner, gpu_input_batch, markers=markers, closing=closing)
-    speculative = config.speculative_config
-    if speculative is None:
-        logger.info("agentguard: no draft model, so rules and verification telemetry have nothing to act on")
+        budgets = budget.install(runner, gpu_input_batch, markers=markers, closing=closing)
+    if config.speculative_config is None:
         return budgets
-    reason = compat.rules_block_reason()
-    if reason:
-        raise PluginError(reason)
-    method = getattr(speculative, "rejection_sample_method", "standard")
-    if method != "standard":
-        raise PluginError(f"rejection_sample_method={method!r} changes what acceptance means; use 'standard'")
-    if getattr(speculative, "draft_sample_method", None) != "probabilistic":
-        logger.warning(
-            "agentguard: draft_sample_method is not 'probabilistic', so the drafter keeps no probabilities and every relaxed rule "
-            "falls back to strict"
-        )
-    tap = None
-    engine = settings.get("engine", "engine-0")
-    if settings.get("telemetry") and worker.is_driver_worker:
-        tap = Tap(settings["telemetry"], engine)
+    tap, engine = _tap(worker, settings)
     if settings.get("tts") is not None:
         worker.ag_tts = _serving(worker, settings, engine, tap)
-    seam_v1.install(worker.model_runner, rejection_sampler, default=default, markers=markers, tap=tap, tts=worker.ag_tts)
-    logger.info(
-        "agentguard: verification seam installed, default rule %s, telemetry %s, tts %s",
-        default, "on" if tap else "off", "on" if worker.ag_tts else "off",
-    )  # fmt: skip
+    seam_v1.install(runner, rejection_sampler, default=default, markers=markers, tap=tap, tts=worker.ag_tts)
+    logger.info("agentguard: verification seam installed on runner V1, default rule %s", default)
     return budgets
+
+
+def _install_v2(worker: Any, settings: dict[str, Any], default: RuleSpec) -> BudgetState | None:
+    # none of this can be imported without Triton, which V2 needs too
+    from vllm.config.model import PROCESSED_LOGPROBS_MODES
+    from vllm.v1.worker.gpu.spec_decode import rejection_sampler as verification
+
+    from engine_plugins.vllm import budget_v2, seam_v2
+    from engine_plugins.vllm.request_slots import RequestSlots
+
+    config, runner = worker.vllm_config, worker.model_runner
+    if runner.sampler is None:  # an earlier pipeline stage
+        return None
+    choice = kernels.choose(worker.device.type)
+    tuned = ranks.alone(config.parallel_config)
+    ranks.agree(ranks.facts(kernels=choice.reason, rule=str(default)), _group(config))
+    worker.ag_slots = slots = RequestSlots(runner.req_states, default=default, markers=_markers(config))
+    processor = _processor(runner)
+    if processor is not None:
+        processor.slots = slots
+    budgets = budget_v2.install(runner.sampler, slots)
+    if config.speculative_config is None or runner.rejection_sampler is None:
+        return budgets
+    tap, _ = _tap(worker, settings)
+    worker.ag_seam = seam_v2.install(
+        runner, verification, slots, tap=tap, choice=choice, tuned=tuned, processed_modes=PROCESSED_LOGPROBS_MODES
+    )
+    worker.ag_seam.warm_up(runner.vocab_size, runner.speculator.draft_logits)
+    logger.info("agentguard: verification seam installed on runner V2, default rule %s, %s", default, choice.reason)
+    return budgets
+
+
+def _processor(runner: Any) -> AgentGuardParams | None:
+    """Our logits processor among those of V2's sampler."""
+    return next((p for p in getattr(runner.sampler, "logits_processors", ()) if isinstance(p, AgentGuardParams)), None)
+
+
+def _group(config: Any) -> Any:
+    """The CPU group of the ranks that verify the same rows, None for one rank."""
+    if config.parallel_config.tensor_parallel_size == 1:
+        return None
+    from vllm.distributed import get_tp_group
+
+    return get_tp_group().cpu_group
+
+
+def _tap(worker: Any, settings: dict[str, Any]) -> tuple[Tap | None, str]:
+    """The telemetry of this rank, None where it has none to give, and the engine's name."""
+    endpoint, engine = settings.get("telemetry"), settings.get("engine", "engine-0")
+    if not endpoint or not ranks.speaks(worker, _last_stage(worker)):
+        return None, engine
+    endpoint, engine = ranks.address(endpoint, engine, getattr(worker.vllm_config, "parallel_config", None))
+    return Tap(endpoint, engine), engine
 
 
 def _serving(worker: Any, settings: dict[str, Any], engine: str, tap: Tap | None) -> Serving:
@@ -186,14 +319,16 @@ def _trainable(config: Any) -> None:
             raise ConfigError(field, value, "tts cannot train an EAGLE-3 head there; turn tts off")
 
 
+def _marked(config: Any) -> bool:
+    reasoning = config.reasoning_config
+    return bool(
+        getattr(reasoning, "reasoning_start_token_ids", None) and getattr(reasoning, "natural_reasoning_end_token_ids", None)
+    )
+
+
 def _markers(config: Any) -> ThinkMarkers | None:
     """The think markers vLLM derived from `--reasoning-parser` or `--reasoning-config`, None without either."""
-    reasoning = config.reasoning_config
-    start = getattr(reasoning, "reasoning_start_token_ids", None)
-    end = getattr(reasoning, "natural_reasoning_end_token_ids", None)
-    if not start or not end:
-        logger.warning(
-            "agentguard: no --reasoning-parser, so ag_phase=think relaxes nothing and no trace can be closed here; pass one"
-        )
+    if not _marked(config):
         return None
-    return ThinkMarkers(tuple(start), tuple(end))
+    reasoning = config.reasoning_config
+    return ThinkMarkers(tuple(reasoning.reasoning_start_token_ids), tuple(reasoning.natural_reasoning_end_token_ids))

@@ -156,7 +156,8 @@ def test_doctor_finds_this_environment_whole() -> None:
     checks = {c["check"]: c for c in json.loads(done.stdout)}
     assert done.returncode == 0, done.stdout
     assert checks["model runner"]["ok"]
-    assert "verification seam fits" in checks["rules, support filter, telemetry"]["detail"]
+    assert all("every name the plugin binds is there" in checks[f"plugin on runner {r}"]["detail"] for r in ("V1", "V2"))
+    assert "need a CUDA device" in checks["kernels"]["detail"]
     assert "reference pair: target" in checks
 
 

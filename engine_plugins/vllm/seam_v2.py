@@ -1,0 +1,189 @@
+"""The verification seam of Model Runner V2: relaxed rules on the stock kernels, without waiting for the device.
+
+`rejection_sample`, as `vllm.v1.worker.gpu.spec_decode.rejection_sampler` calls it, is wrapped, and the runner's rejection sampler
+is put behind a proxy that knows the step's batch. Rows of requests with a relaxed rule are rewritten on the device: the target's
+logits are vLLM's copy for this step (a request that relaxes has asked for one, `RequestSlots.admit`), the draft's are made anew
+before the next verification. Rows of strict requests keep every bit, and V2's random numbers hang on seed and position alone, so
+strict is stock bit for bit also beside relaxed requests.
+
+V2 normalises both rows, so the pairs are others than on V1: `engine_plugins.kernels.rows`. Rows that stay strict whatever was asked
+are the same as on V1 (`seam_v1`).
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine_plugins.kernels import Choice, batch, table, twin
+from engine_plugins.vllm import coins
+from engine_plugins.vllm.observe import verified
+from engine_plugins.vllm.outbox import Outbox
+from engine_plugins.vllm.request_slots import RequestSlots
+
+if TYPE_CHECKING:
+    from engine_plugins.vllm.tap import Tap
+
+
+class SeamV2:
+    """Installed once a worker by `install`; called in place of vLLM's `rejection_sample`, once for each chunk of a step's requests.
+
+    reported: processed logits leave the sampler after verification (as logprobs or a sampling mask), so copies are rewritten.
+    """
+
+    def __init__(
+        self, stock: Callable[..., tuple[Tensor, Tensor]], slots: RequestSlots, *, tap: Tap | None, choice: Choice, tuned: bool,
+        reported: bool,
+    ) -> None:  # fmt: skip
+        self._stock, self._slots, self._tap, self._reported = stock, slots, tap, reported
+        self._signature = inspect.signature(stock)
+        self._kernels: ModuleType | None = None
+        self._options: dict[str, Any] = {}
+        if choice.kernels:
+            from engine_plugins.kernels import launch
+
+            self._kernels, self._options = launch, {"tuned": tuned}
+        self.outbox = Outbox()
+        self.tuned = tuned
+        self._input_batch: Any = None
+        self._first = 0  # of the step's requests, the first one that has not come yet
+        self._listened = False
+        self._steps = 0
+
+    def warm_up(self, vocab: int, draft: Tensor | None) -> None:
+        """Compile the kernels before a request waits for them. draft: the speculator's logits, None where it keeps none."""
+        if self._kernels is not None and draft is not None:
+            end = self._slots.markers.end[0] if self._slots.markers is not None else -1
+            self._kernels.warm_up(vocab, draft, tuned=self.tuned, end=end)
+
+    def begin(self, input_batch: Any) -> None:
+        """The runner is about to verify this batch."""
+        self._input_batch, self._first = input_batch, 0
+        self._listened = self._tap is not None and self._tap.wanted
+
+    def end(self) -> None:
+        self._input_batch = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if self._input_batch is None:  # not the runner's own call
+            return self._stock(*args, **kwargs)
+        given = self._signature.bind_partial(*args, **kwargs).arguments
+        ends: Tensor = given["cu_num_logits"]
+        first, self._first = self._first, self._first + len(ends) - 1
+        slots: np.ndarray[Any, Any] = self._input_batch.idx_mapping_np[first : self._first]
+        draft: Tensor | None = given["draft_logits"]
+        # without the draft's logits a rule falls back to strict
+        acting = slots[self._slots.acting[slots]] if draft is not None else slots[:0]
+        if not len(acting) and not self._listened:
+            return self._stock(*args, **kwargs)
+        target: Tensor = given["target_logits"]
+        if len(acting):
+            target = target.to(torch.float32, copy=self._reported)
+        rows, stats = self._rewrite(given, target, acting)
+        given["target_logits"] = target
+        out = self._stock(**given)
+        if self._listened:
+            self._publish(rows, stats, ends, out[1], self._input_batch.req_ids[first : self._first], slots)
+        return out
+
+    def _rewrite(self, given: dict[str, Any], target: Tensor, acting: np.ndarray[Any, Any]) -> tuple[batch.Batch, Tensor]:
+        """Write the pairs of the rows that may relax; returns the rows and their statistics, which are those of the true rows."""
+        slots, known, backend = self._slots, given["idx_mapping"], self._kernels or twin
+        drafted, ends = given["draft_sampled"], given["cu_num_logits"]
+        inside = torch.full((len(drafted),), -1, dtype=torch.int32, device=target.device)
+        if slots.phased[acting].any():
+            slots.advance(known)
+            inside = slots.ahead(known, ends, drafted)
+        rows = backend.layout(
+            ends, known, given["expanded_idx_mapping"], given["expanded_local_pos"], drafted, given["temperature"], slots.table,
+            inside, target, given["draft_logits"], listened=self._listened,
+        )  # fmt: skip
+        end = slots.markers.end[0] if slots.markers is not None else -1
+        stats, verdict = backend.statistics(rows, slots.table, end=end, **self._options)
+        if len(acting):
+            asked = [rule for rule in (slots.rules[slot] for slot in acting) if rule is not None]
+            if self._kernels is not None:
+                codes = {table.CODES.get(rule.spec.name, table.OTHER) for rule in asked}
+                sums = table.passes(codes, filtered=any(rule.spec.filtered for rule in asked))
+                self._kernels.rewrite(rows, slots.table, stats, verdict, sums=sums, **self._options)
+                without = frozenset(rule.spec.name for rule in asked if rule.spec.name not in table.CODES)
+                if without:
+                    twin.rewrite(rows, verdict, slots.rules, only=without)
+            else:
+                twin.rewrite(rows, verdict, slots.rules)
+        if self._listened:
+            coins.note(stats, rows.slot, given["pos"], given["seed"], rows.temperature)
+        return rows, stats
+
+    def _publish(
+        self, rows: batch.Batch, stats: Tensor, ends: Tensor, sampled: Tensor, requests: list[str], slots: np.ndarray[Any, Any]
+    ) -> None:
+        tap, now = self._tap, time.time()
+        assert tap is not None
+        self._steps += 1
+        step, asked = self._steps, [str(p.rule) if (p := self._slots.params[slot]) else "strict" for slot in slots]
+
+        def deliver(copies: list[Tensor]) -> None:
+            columns, at_end = ([_listed(copies[0], column) for column in some] for some in (_COLUMNS, (batch.END, batch.ENTROPY)))
+            bounds, accepted = copies[1].tolist(), [number - 1 for number in copies[2].tolist()]
+            frames = []
+            for i, request in enumerate(requests):
+                mine = slice(bounds[i], bounds[i + 1] - 1)
+                if mine.start < mine.stop:
+                    end, entropy = (column[mine] for column in at_end)
+                    frames.append(verified(request, asked[i], accepted[i], [column[mine] for column in columns], end, entropy))
+            tap.publish(now, step, frames)
+
+        self.outbox.send([stats, ends, sampled], deliver)
+
+
+# in the order `observe.rows_of` takes them
+_COLUMNS = (batch.TOKEN, batch.PX, batch.QX, batch.RANK, batch.STRICT, batch.COIN, batch.FLAGS)
+_WHOLE = frozenset({batch.TOKEN, batch.RANK, batch.FLAGS})
+
+
+def _listed(stats: Tensor, column: int) -> list[Any]:
+    values: list[Any] = (stats[:, column].int() if column in _WHOLE else stats[:, column]).tolist()
+    return values
+
+
+class SamplerProxy:
+    """In place of the runner's rejection sampler: tells the seam which batch is verified, and is otherwise the sampler."""
+
+    def __init__(self, stock: Any, seam: SeamV2) -> None:
+        self.stock, self._seam = stock, seam
+        self._signature = inspect.signature(stock.__call__)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._seam.begin(self._signature.bind(*args, **kwargs).arguments["input_batch"])
+        try:
+            return self.stock(*args, **kwargs)
+        finally:
+            self._seam.end()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stock, name)
+
+
+def install(
+    runner: Any, module: Any, slots: RequestSlots, *, tap: Tap | None, choice: Choice, tuned: bool, processed_modes: Any
+) -> SeamV2:
+    """Wrap `module.rejection_sample` and the runner's rejection sampler. module:
+    `vllm.v1.worker.gpu.spec_decode.rejection_sampler`; a second worker in the process replaces the first one's seam."""
+    stock = module.rejection_sample
+    if isinstance(stock, SeamV2):
+        stock = stock._stock
+    sampler = runner.sampler
+    reported = sampler.return_sampling_mask or sampler.logprobs_mode in processed_modes
+    seam = SeamV2(stock, slots, tap=tap, choice=choice, tuned=tuned, reported=reported)
+    module.rejection_sample = seam
+    inner = runner.rejection_sampler
+    runner.rejection_sampler = SamplerProxy(inner.stock if isinstance(inner, SamplerProxy) else inner, seam)
+    return seam

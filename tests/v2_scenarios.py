@@ -1,0 +1,366 @@
+"""What Model Runner V2's own functions do with our rows and our budgets, on a CPU: `python -m tests.v2_scenarios DRAWS [laws]`
+prints JSON.
+
+Run by tests/test_seam_v2.py in a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+from tests import v2_on_cpu as v2  # before vLLM
+
+import torch  # isort: skip
+from vllm.sampling_params import SamplingParams  # isort: skip
+from vllm.v1.worker.gpu.input_batch import post_update  # isort: skip
+from vllm.v1.worker.gpu.sample.sampler import Sampler  # isort: skip
+from vllm.v1.worker.gpu.states import RequestState  # isort: skip
+
+from engine_plugins.vllm.phase import PhaseTracker, ThinkMarkers
+from tests.test_rules import distributions
+from tests.v2_laws import FILTERED, RULES
+
+K = 2
+MARKERS = ThinkMarkers((4,), (5,))
+
+
+def text_of(rule: str) -> str:
+    return rule if "p_min" in rule or rule == "strict" else rule + ",p_min=0,top_k=0"
+
+
+def pairs(rules: tuple[str, ...], p: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the seam makes of a row for each rule and drafted token: target and draft logits, [rules, V, V]."""
+    v, n = len(p), len(rules) * len(p)
+    engine = v2.Engine(n, v, 1)
+    engine.draft[:] = q.log()
+    for slot in range(n):
+        engine.admit(slot, f"r{slot}", [1, 2], ag_rule=text_of(rules[slot // v]), ag_phase="both")
+    seen: list[torch.Tensor] = []
+
+    def stock(target_logits: torch.Tensor, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        seen.append(target_logits)
+        return torch.empty(0), torch.empty(0)
+
+    engine.seam._stock = stock
+    engine.verify(p.log().repeat(2 * n, 1), [[slot % v] for slot in range(n)], list(range(n)))
+    return seen[0][::2].view(len(rules), v, v), engine.draft.view(len(rules), v, v)
+
+
+def laws(draws: int, rules: tuple[str, ...]) -> dict[str, Any]:
+    """Tokens V2's `rejection_sample` emits on our rows, until each rule has so many decided draft rows: counts by token, and how
+    many of the drafts were accepted. The rules are in one batch."""
+    p, q = (t.float() for t in distributions(11))
+    target, draft = pairs(rules, p, q)
+    v, steps, each = len(p), 4, 12
+    generator = torch.Generator().manual_seed(3)
+    counts = torch.zeros(len(rules), v, dtype=torch.int64)
+    accepted = torch.zeros(len(rules))
+    seed = 0
+    while int(counts.sum(-1).min()) < draws:
+        short = (counts.sum(-1) < draws).nonzero().squeeze(-1)
+        rule = short.repeat_interleave(each)
+        n = len(rule)
+        x = torch.multinomial(q, n * steps, replacement=True, generator=generator).view(n, steps)
+        rows = torch.cat([target[rule.unsqueeze(-1), x], p.log().expand(n, 1, v)], 1).reshape(-1, v)
+        slot = torch.arange(n)
+        sampled, number = v2.stock(
+            rows.contiguous(), draft[rule.unsqueeze(-1), x].contiguous(), torch.cat([x.new_zeros(n, 1), x], 1).flatten(),
+            torch.arange(0, n * (steps + 1) + 1, steps + 1, dtype=torch.int32), torch.arange(steps + 1).repeat(n) + 7, slot,
+            slot.repeat_interleave(steps + 1), torch.arange(steps + 1).repeat(n), torch.ones(n),
+            torch.randint(1 << 40, (n,), generator=generator), steps,
+        )  # fmt: skip
+        for i in range(n):
+            known = min(int(number[i]), steps)
+            counts[rule[i]] += torch.bincount(sampled[i, :known], minlength=v)
+            accepted[rule[i]] += int(number[i]) - 1
+        seed += 1
+        if seed % 50 == 0:
+            print(f"{int(counts.sum(-1).min())} of {draws}", file=sys.stderr, flush=True)
+    return {
+        "counts": dict(zip(rules, counts.tolist(), strict=True)),
+        "accepted": dict(zip(rules, (accepted / counts.sum(-1)).tolist(), strict=True)),
+    }
+
+
+def strict_beside_relaxed() -> dict[str, Any]:
+    """Strict requests draw the same tokens alone, beside relaxed ones, and from stock."""
+    p, q = (t.float() for t in distributions(3))
+    n = 24
+    drafts = torch.multinomial(q, n * K, replacement=True, generator=torch.Generator().manual_seed(1)).view(n, K).tolist()
+    out = []
+    for relaxed in ("interp:w=1,p_min=0,top_k=0", "strict"):
+        engine = v2.Engine(n, len(p), K)
+        engine.draft[:] = q.log()
+        for slot in range(n):
+            engine.admit(slot, f"r{slot}", [1], ag_rule=relaxed if slot % 2 else "strict", ag_phase="both")
+        sampled, number = engine.verify(p.log().repeat(n * (K + 1), 1), drafts, list(range(n)), seed=5)
+        out.append([row[:k] for row, k in zip(sampled.tolist(), number.tolist(), strict=True)])
+    return {"mixed": out[0][::2], "alone": out[1][::2], "relaxed": [len(row) for row in out[0][1::2]]}
+
+
+class Tap:
+    wanted = True
+
+    def __init__(self) -> None:
+        self.frames: list[Any] = []
+
+    def publish(self, t: float, step: int, requests: list[Any]) -> None:
+        self.frames.append(requests)
+
+
+def telemetry() -> dict[str, Any]:
+    """Forced, forbidden, filtered and greedy rows under one rule, two chunks' worth of requests, and what the tap says of them."""
+    p, q = (t.float() for t in distributions(11))
+    tap = Tap()
+    engine = v2.Engine(6, len(p), K, markers=MARKERS, tap=tap)
+    engine.draft[:] = q.log()
+    low = int(p.argmin())
+    for slot in range(6):
+        engine.admit(slot, f"r{slot}", [4, 1], ag_rule="interp:w=1,p_min=0.05,top_k=0", ag_phase="think")
+    logits = p.log().repeat(18, 1)
+    logits[3, 2] = 1e9  # the first row of the second request
+    logits[6, 1] = -torch.inf
+    temperature = torch.tensor([1.0, 1.0, 1.0, 1.0, 0.0, 1.0])
+    drafts = [[1, 2], [0, 0], [1, 0], [low, 0], [0, 0], [5, 2]]  # the last one drafts the end marker, then a token of the answer
+    sampled, number = engine.verify(logits, drafts, list(range(6)), temperature=temperature)
+    (frame,) = tap.frames
+    rows = [
+        {"request": r.request, "accepted": r.accepted, "effective": r.rule_effective, "flags": r.rows.flags, "p": r.rows.p,
+         "q": r.rows.q, "rank": r.rows.rank, "would": r.rows.would, "fate": [str(f) for f in r.rows.fate], "tokens": r.rows.token}
+        for r in frame
+    ]  # fmt: skip
+    return {
+        "rows": rows,
+        "sampled": sampled[:, 0].tolist(),
+        "number": number.tolist(),
+        "p": p.tolist(),
+        "q": q.tolist(),
+        "low": low,
+    }
+
+
+def own_sampler() -> dict[str, Any]:
+    """vLLM's own `RejectionSampler` behind the proxy, with the batch cut into chunks of one request, as it does with large ones."""
+    p, q = (t.float() for t in distributions(11))
+    n, tap, device = 4, Tap(), torch.device("cpu")
+    engine = v2.Engine(n, len(p), K, tap=tap)
+    engine.draft[:] = q.log()
+    engine.seam.warm_up(len(p), engine.draft)
+    assert torch.equal(engine.draft, q.log().expand(n, K, len(p))), "warming up writes to nothing"
+    for slot in range(n):
+        engine.admit(slot, f"r{slot}", [1, 2, 3], ag_rule="strict" if slot % 2 else "interp:w=1,p_min=0,top_k=0", ag_phase="both")
+    engine.slots.flush()
+    engine.states.prefill_len = v2.Held(torch.full((n,), 3, dtype=torch.int32))
+    states = SimpleNamespace(
+        temperature=v2.Held(torch.ones(n)), seeds=v2.Held(torch.arange(n) + 5), max_num_logprobs=lambda slots: -1
+    )
+    sampler = SimpleNamespace(
+        compute_nans=False, req_states=engine.states, sampling_states=states, logprobs_mode="raw_logprobs",
+        return_sampling_mask=False, use_fp64_gumbel=False, apply_sampling_params=lambda logits, *_: logits.float().clone(),
+    )  # fmt: skip
+    config = SimpleNamespace(
+        num_speculative_tokens=K, enable_adaptive_verification=False, rejection_sample_method="standard", fly_entropy_threshold=0.3,
+        fly_entropy_top_k=3,
+    )  # fmt: skip
+    real = v2.rejection_sampler.RejectionSampler(sampler, config, device)
+    order = [2, 1, 0, 3]
+    rows, slots = n * (K + 1), torch.tensor(order, dtype=torch.int32)
+    drafts = torch.multinomial(q, n * K, replacement=True, generator=torch.Generator().manual_seed(1)).view(n, K)
+    ends = torch.arange(0, rows + 1, K + 1, dtype=torch.int32)
+    batch = SimpleNamespace(
+        req_ids=[f"r{slot}" for slot in order], num_reqs=n, idx_mapping=slots, idx_mapping_np=slots.numpy(),
+        expanded_idx_mapping=slots.repeat_interleave(K + 1), expanded_local_pos=torch.arange(K + 1, dtype=torch.int32).repeat(n),
+        input_ids=torch.cat([torch.full((n, 1), 3), drafts], 1).flatten().int(), positions=torch.arange(K + 1).repeat(n) + 3,
+        logits_indices=torch.arange(rows), cu_num_logits=ends, cu_num_logits_np=ends.numpy(), seq_lens=torch.full((n,), 9).int(),
+        seq_lens_cpu_upper_bound=torch.full((n,), 9).int(),
+    )  # fmt: skip
+    out = {}
+    for name, limit in (("whole", 2**30), ("chunks", (K + 1) * len(p) * 4)):
+        v2.rejection_sampler.MAX_CHUNK_BYTES = limit
+        logits = p.log().repeat(rows, 1)
+        engine.draft[:] = q.log()
+        proxy = v2.seam_v2.SamplerProxy(real, engine.seam)
+        found = proxy(logits, batch, engine.draft, None)
+        out[name] = [row[:k] for row, k in zip(found.sampled_token_ids.tolist(), found.num_sampled.tolist(), strict=True)]
+        out[f"{name} kept"] = bool(torch.equal(logits, p.log().repeat(rows, 1)))
+    out["steps"] = proxy.num_speculative_steps
+    out["drafts"] = drafts.tolist()
+    out["frames"] = [[request.request for request in frame] for frame in tap.frames]
+    return out
+
+
+def installed() -> dict[str, Any]:
+    """The worker's own installation over vLLM's own request states, sampler, rejection sampler and update kernels; two requests
+    that think, one under a rule and a limit, one strict and free."""
+    import engine_plugins.vllm as plugin
+    from engine_plugins.vllm import worker
+    from engine_plugins.vllm.processor import AgentGuardParams
+
+    plugin.register()
+    v2.rejection_sampler.rejection_sample = v2.stock
+    n, v, device = 4, 12, torch.device("cpu")
+    states = RequestState(n, 64, 64, K, v, device)
+    reasoning = SimpleNamespace(reasoning_start_token_ids=[4], reasoning_end_token_ids=[5], natural_reasoning_end_token_ids=[5])
+    speculative = SimpleNamespace(
+        num_speculative_tokens=K, enable_adaptive_verification=False, rejection_sample_method="standard",
+        draft_sample_method="probabilistic", fly_entropy_threshold=0.3, fly_entropy_top_k=3,
+    )  # fmt: skip
+    config = SimpleNamespace(
+        reasoning_config=reasoning, speculative_config=speculative, additional_config={"agentguard": {"rule": "strict"}},
+        parallel_config=SimpleNamespace(world_size=1, tensor_parallel_size=1, data_parallel_rank=0), watermark_config=None,
+        scheduler_config=SimpleNamespace(async_scheduling=True),
+    )  # fmt: skip
+    sampler = Sampler(config, n, v, device, states, num_speculative_tokens=K + 1, custom_logits_processors=[AgentGuardParams()])
+    draft = torch.full((n, K, v), -2.0).bfloat16()
+    runner = SimpleNamespace(
+        req_states=states, sampler=sampler, rejection_sampler=v2.rejection_sampler.RejectionSampler(sampler, speculative, device),
+        speculator=SimpleNamespace(draft_logits=draft), batch_sharder=None, is_last_pp_rank=True, vocab_size=v,
+    )  # fmt: skip
+    this = SimpleNamespace(vllm_config=config, model_runner=runner, device=device, is_driver_worker=True, ag_tts=None)
+    budgets = worker.install(this)
+    off = {f.name: f.reason for f in worker.features(this, {}, "V2") if not f.on}
+
+    def admit(request: str, **extra: Any) -> int:
+        params = SamplingParams(temperature=0.7, seed=1, extra_args=extra)
+        AgentGuardParams.validate_params(params)
+        states.add_request(request, 2, [1, 4], 0, 40)
+        slot = states.req_id_to_index[request]
+        sampler.add_request(slot, params)
+        states.apply_staged_writes()
+        sampler.apply_staged_writes()
+        return slot
+
+    slots = [admit("bound", ag_rule="interp:w=1,p_min=0,top_k=0", ag_think_tokens=5), admit("free")]
+    copied = [bool(sampler.needs_logits_processing[slot]) for slot in slots]
+    for _ in range(5):
+        sampler.apply_staged_writes()
+        rows, order = 2 * (K + 1), torch.tensor(slots)
+        # the model wants token 8 and hardly 7; the drafter proposes 7 and is sure of it
+        logits = torch.zeros(rows, v).bfloat16()
+        logits[:, 8], logits[:, 7] = 9.0, 3.0
+        draft.fill_(-2.0)
+        draft[:, :, 7] = 9.0
+        total = states.total_len.gpu[order]
+        last = states.all_token_ids.gpu[order, total.long() - 1]
+        drafted = torch.full((2, K), 7, dtype=torch.int32)
+        ends = torch.arange(0, rows + 1, K + 1, dtype=torch.int32)
+        batch = SimpleNamespace(
+            req_ids=["bound", "free"], num_reqs=2, idx_mapping=order, idx_mapping_np=order.numpy(),
+            expanded_idx_mapping=order.repeat_interleave(K + 1), expanded_local_pos=torch.arange(K + 1,
+            dtype=torch.int32).repeat(2), input_ids=torch.cat([last.unsqueeze(-1), drafted], 1).flatten().int(),
+            positions=(total.unsqueeze(-1) - 1 + torch.arange(K + 1)).flatten().long(), logits_indices=torch.arange(rows),
+            cu_num_logits=ends, cu_num_logits_np=ends.numpy(), seq_lens=(total + K).int(), seq_lens_cpu_upper_bound=(total +
+            K).int(), )  # fmt: skip
+        out = runner.rejection_sampler(logits, batch, draft, None)
+        computed = states.num_computed_tokens.gpu
+        post_update(
+            order, computed, states.last_sampled_tokens, sampler.penalties_state.output_bin_counts, out.sampled_token_ids,
+            out.num_sampled, out.num_rejected, torch.tensor([0, K + 1, rows], dtype=torch.int32), states.all_token_ids.gpu,
+            states.total_len.gpu,
+        )  # fmt: skip
+    texts = [states.all_token_ids.gpu[slot, 2 : int(states.total_len.gpu[slot])].tolist() for slot in slots]
+    assert budgets is not None
+    return {"off": off, "copied": copied, "bound": texts[0], "free": texts[1], "standing": budgets.set_total("bound", 3)}
+
+
+def without_draft_logits() -> list[int]:
+    engine = v2.Engine(4, 6, K)
+    for slot in range(4):
+        engine.admit(slot, f"r{slot}", [1], ag_rule="interp:w=1", ag_phase="both")
+    logits = torch.full((12, 6), -20.0)
+    logits[:, 3] = 5.0
+    _, number = engine.verify(logits, [[1, 1]] * 4, list(range(4)), draft=False)
+    return number.tolist()
+
+
+def think(markers: ThinkMarkers, tokens: list[int]) -> int:
+    tracker = PhaseTracker(markers, [markers.start[-1]] if len(markers.start) == 1 else list(markers.start))
+    tracker.update(tokens)
+    return tracker.think
+
+
+def budgets() -> dict[str, Any]:
+    """Generations against a limit of 7, with and without drafts, under vLLM's own state and under ours; then what only ours
+    does."""
+    out: dict[str, Any] = {}
+    for ours in (False, True):
+        for drafts in (False, True):
+            for name, forced in (("marker", [5]), ("phrase", [9, 5])):
+                engine = v2.Engine(2, 12, 3, markers=MARKERS)
+                engine.enable_budgets(ours=ours, forced=forced)
+                engine.admit(0, "r0", [1, 4], budget=7)
+                text = engine.generate(0, lambda _: 8, 6 if drafts else 12, drafts=drafts)
+                out[f"{'ours' if ours else 'stock'} {name} {'drafts' if drafts else 'alone'}"] = text
+    engine = v2.Engine(3, 12, 3, markers=MARKERS)
+    engine.enable_budgets(ours=True, forced=[5])
+
+    def two_blocks(tokens: list[int]) -> int:
+        """Thinks 6 tokens, closes, answers 2, thinks again for as long as it may."""
+        return 5 if len(tokens) == 8 else 4 if len(tokens) == 11 else 8
+
+    engine.admit(0, "two", [1, 4], ag_think_tokens=10)
+    out["total"] = engine.generate(0, two_blocks, 12)
+    engine.admit(1, "chatcmpl-mine-0123abcd", [1, 4])
+    before = engine.generate(1, lambda _: 8, 2)
+    out["unlimited"] = len(before)
+    out["set"] = engine.budget.set_total("mine", 11)
+    out["needs"] = bool(engine.sampler.needs_logits_processing[1])
+    after = engine.generate(1, lambda _: 8, 1)
+    # preempted: the slot goes, the request comes back in another one, with what it had written as part of its prefill
+    del engine.states.req_id_to_index["chatcmpl-mine-0123abcd"], engine.states.index_to_req_id[1]
+    engine.admit(2, "chatcmpl-mine-0123abcd", [1, 4])
+    whole = [1, 4, *after]
+    engine.states.all_token_ids.gpu[2, : len(whole)] = torch.tensor(whole, dtype=torch.int32)
+    engine.states.total_len.gpu[2] = len(whole)
+    out["resumed"] = engine.generate(2, lambda _: 8, 4)
+    out["unknown"] = engine.budget.set_total("nobody", 3)
+    engine.slots.forget(["chatcmpl-mine-0123abcd"])
+    out["forgotten"] = engine.slots.changed
+    return out
+
+
+def phases() -> list[bool]:
+    """The device's count of the trace against `PhaseTracker`, over random texts, drafts and markers of one and two tokens."""
+    generator = torch.Generator().manual_seed(4)
+    same = []
+    for markers in (MARKERS, ThinkMarkers((4, 3), (5, 3))):
+        engine = v2.Engine(8, 8, 3, markers=markers)
+        text = torch.randint(2, 7, (8, 40), generator=generator)
+        prompts = [0 + i for i in (1, 4, 7, 10, 2, 9, 3, 5)]
+        trackers = []
+        for slot, length in enumerate(prompts):
+            engine.admit(slot, f"r{slot}", text[slot, :length].tolist())
+            engine.states.all_token_ids.gpu[slot, :40] = text[slot].int()
+            trackers.append(PhaseTracker(markers, text[slot, :length].tolist()))
+        engine.slots.flush()
+        for step in range(4):
+            drafted = torch.randint(2, 7, (8, 4), generator=generator)
+            lengths = [length + 5 * step for length in prompts]
+            engine.states.total_len.gpu[:] = torch.tensor(lengths, dtype=torch.int32)
+            order = torch.arange(8)
+            engine.slots.advance(order)
+            inside = engine.slots.ahead(order, torch.arange(0, 33, 4), drafted.flatten()).view(8, 4)
+            for slot, tracker in enumerate(trackers):
+                tracker.update(text[slot, prompts[slot] : lengths[slot]].tolist())
+                same.append([bool(i) for i in inside[slot, :3]] == tracker.ahead(drafted[slot, 1:].tolist()))
+                same.append(engine.slots.standing(slot)[0] == tracker.think)
+    return same
+
+
+def main() -> None:
+    warnings.simplefilter("ignore", RuntimeWarning)
+    rest = (strict_beside_relaxed, telemetry, own_sampler, installed, without_draft_logits, budgets, phases)
+    with torch.inference_mode():
+        alone = "laws" in sys.argv[2:]
+        out = {"laws": laws(int(sys.argv[1]), RULES if alone else (*RULES, *FILTERED))}
+        if not alone:
+            out |= {scenario.__name__: scenario() for scenario in rest}
+    print("RESULT" + json.dumps(out))
+
+
+if __name__ == "__main__":
+    main()
