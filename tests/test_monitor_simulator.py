@@ -53,6 +53,16 @@ def test_a_healthy_fleet() -> None:
     assert tts.losses[-1] < tts.losses[0]
 
 
+def test_the_accepted_length_beside_an_arm_is_that_arms() -> None:
+    """Of 200 s: the control's rounds, which accept 0.8, are not in it."""
+    shown = after(*player("healthy", speed=100), 2)
+    for row, spec in zip(shown.engines, shown.speculation, strict=True):
+        (own,) = [arm for arm in spec.arms if arm.arm == row.arm]
+        assert own.accepted_length is not None
+        assert spec.rule == row.rule == row.arm
+        assert row.accepted_length == spec.accepted_length == pytest.approx(own.accepted_length, rel=0.1)
+
+
 def test_a_losing_rule_is_switched_off_by_the_real_ledger() -> None:
     play, clock = player("losing-rule")
     before = after(play, clock, 7)

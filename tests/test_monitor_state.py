@@ -30,7 +30,7 @@ from agentguard.monitor import words
 from agentguard.monitor.alarms import CONTEXT_SHARE, GROWTH_SHARE, KV_USE_SHARE, STALLED_S, WAITING_PER_RUNNING, Alarm, Threshold
 from agentguard.monitor.log import KEPT, Log
 from agentguard.monitor.snapshot import BARS, SessionRow
-from agentguard.telemetry.rounds import REQUESTS, RoundCollector
+from agentguard.telemetry.rounds import REQUESTS, RULES, RoundCollector
 from tests.monitor_rig import GATEWAY, SERVER, Engine, Watched, finished, ready, started, text
 from tests.test_monitor_numbers import arm
 
@@ -386,11 +386,13 @@ def test_the_log_is_bounded_and_its_numbers_go_on() -> None:
 # -- speculation -------------------------------------------------------------------------------------------------------------------
 
 
-def verified(request: str, accepted: int, fates: list[Fate], p: list[float], rank: list[int], strict: list[float]) -> Verified:
+def verified(
+    request: str, accepted: int, fates: list[Fate], p: list[float], rank: list[int], strict: list[float],
+    rule: str = "cactus:delta=1,p_min=0.1,top_k=10",
+) -> Verified:  # fmt: skip
     rows = DraftRows(token=[0] * len(p), p=p, q=p, rank=rank, strict=strict, flags=[0] * len(p), would=[True] * len(p), fate=fates)
     return Verified(
-        request=request, rule_asked="cactus:delta=1,p_min=0.1,top_k=10", rule_effective="cactus:delta=1,p_min=0.1,top_k=10",
-        drafted=len(p), accepted=accepted, rows=rows,
+        request=request, rule_asked=rule, rule_effective=rule, drafted=len(p), accepted=accepted, rows=rows,
     )  # fmt: skip
 
 
@@ -436,6 +438,84 @@ def test_sums_of_rounds_say_the_same_as_the_rounds() -> None:
         assert isinstance(sums, RoundSums)
         other.model.take(GATEWAY, sums)
     assert one.model.snapshot().speculation == other.model.snapshot().speculation
+
+
+RULE = "cactus:delta=0.25,p_min=0.1,top_k=10"
+
+
+def mixed(w: Watched, *, sums: bool) -> None:
+    """Ten rounds of the relaxed arm with 3 accepted, thirty of its control with 1."""
+    collector = RoundCollector()
+    for step in range(10):
+        relaxed = verified("a", 3, [Fate.STRICT] * 3 + [Fate.COIN], [0.9] * 4, [0] * 4, [0.5] * 4, RULE)
+        control = [verified(f"c{i}", 1, [Fate.STRICT, Fate.COIN], [0.5] * 2, [1] * 2, [0.5] * 2, "strict") for i in range(3)]
+        event = frame(step, control[0], relaxed, *control[1:], lost=int(step == 4))
+        collector.add(event)
+        if not sums:
+            w.model.take(GATEWAY, event)
+    told = collector.take(0.0, 1.0)
+    assert {one.rule: (one.rounds, one.accepted, one.drafted) for one in told} == {"strict": (30, 30, 60), RULE: (10, 30, 40)}
+    assert (sum(one.lost for one in told), sum(one.frames for one in told)) == (1, 10)
+    for one in told if sums else ():
+        w.model.take(GATEWAY, one)
+
+
+@pytest.mark.parametrize("sums", [True, False])
+def test_arms_side_by_side_are_not_mixed(sums: bool) -> None:
+    """The rounds that are shown are those of the rule beside which they stand."""
+    w = Watched(GATEWAY)
+    w.model.take(GATEWAY, ready())
+    w.model.snapshot()
+    w.model.take(GATEWAY, economics())
+    mixed(w, sums=sums)
+    w.clock.t += 1
+    shown = w.model.snapshot()
+    (row,), (spec,), (series,) = shown.engines, shown.speculation, shown.series
+    assert (row.rule, row.accepted_length, row.acceptance_share) == (RULE, 3.0, 0.75)
+    assert (spec.rule, spec.rounds, spec.accepted_length, spec.by_position, spec.lost_frames) == (
+        RULE,
+        10,
+        3.0,
+        (1.0,) * 3 + (0.0,),
+        1,
+    )
+    assert spec.strict_accepted_length == pytest.approx(0.5 + 0.25 + 0.125 + 0.0625)
+    assert dict(spec.fates) == {"strict": 30, "coin": 10}
+    assert sum(b.strict + b.rejected for b in spec.probability) == 40
+    assert series.points[-1].accepted_length == 3.0
+    w.model.take(GATEWAY, economics(verdict="loss", on=False, since=1.0))  # what its requests run under now
+    shown = w.model.snapshot()
+    (row,), (spec,) = shown.engines, shown.speculation
+    assert (row.rule, row.accepted_length) == ("strict", 1.0)
+    assert (spec.rule, spec.rounds, spec.p_min) == ("strict", 30, None)
+
+
+def test_an_arm_without_a_round_has_no_accepted_length_although_the_engine_counts_drafts() -> None:
+    w, engines = Watched(GATEWAY), {"0": Engine(drafts=1000, drafted=4000, accepted_at=[900.0] * 4)}
+    w.model.take(GATEWAY, ready())
+    w.model.take(GATEWAY, economics(arm="cactus:delta=9"))
+    w.scrape(text(engines), GATEWAY)
+    mixed(w, sums=True)
+    w.clock.t += 1
+    engines["0"].drafts += 100
+    w.scrape(text(engines), GATEWAY)
+    shown = w.model.snapshot()
+    assert (shown.engines[0].accepted_length, shown.engines[0].acceptance_share) == (None, None)
+    assert (shown.speculation[0].rule, shown.speculation[0].rounds) == ("cactus:delta=9", 0)
+    assert [p.accepted_length for p in shown.series[0].points] == [None]
+
+
+def test_rules_that_are_told_apart_are_bounded() -> None:
+    collector, w = RoundCollector(), Watched(GATEWAY)
+    w.model.take(GATEWAY, ready())
+    for step in range(3 * RULES):
+        collector.add(frame(step, verified("r", 1, [Fate.STRICT], [0.9], [0], [0.9], f"cactus:delta={step}")))
+        if step % 7 == 6:
+            for one in collector.take(0.0, 1.0):
+                w.model.take(GATEWAY, one)
+    assert len(w.model.engines[GATEWAY].rounds(w.clock.t)) <= RULES + 1
+    rounds = sum(slot.rounds for slot in w.model.engines[GATEWAY].rounds(w.clock.t).values())
+    assert rounds == 3 * RULES - 3 * RULES % 7
 
 
 def test_accepted_length_by_output_position_with_and_without_a_learning_draft() -> None:

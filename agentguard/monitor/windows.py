@@ -133,6 +133,9 @@ class Ring(Generic[T]):
     def __len__(self) -> int:
         return len(self._slots)
 
+    def __iter__(self) -> Iterator[T]:
+        return (slot for _, slot in self._slots)
+
     def at(self, t: float) -> T:
         """The slot to add to at time ``t``; a time before the newest slot's is taken as that one's."""
         number = int(t // self._width)
