@@ -450,13 +450,18 @@ class OperatorActed(msgspec.Struct, frozen=True, kw_only=True, tag="operator_act
 
 
 class FromSource(msgspec.Struct, frozen=True, kw_only=True, tag="from_source"):
-    """In a recording of a monitor: what follows came from this source, which is in this state now (monitor.snapshot.SourceRow)."""
+    """In a recording of a monitor: what follows came from this source, which is in this state now (monitor.snapshot.SourceRow).
+
+    ``arrived``: it came at ``t``, whatever times it bears: a source tells of its past, and its clock may be another. Without it, as
+    in recordings of before, each event counts at its own time.
+    """
 
     t: float
     source: str
     kind: str
     state: str
     error: str = ""
+    arrived: bool = False
 
 
 Event: TypeAlias = (

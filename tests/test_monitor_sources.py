@@ -30,6 +30,7 @@ from agentguard.events import (
     SessionSeen,
     StepFinished,
     StepsRunning,
+    TtsChanged,
     WatchFrame,
     decode_frame,
     encode_json,
@@ -39,12 +40,13 @@ from agentguard.monitor.feed import Feed
 from agentguard.monitor.live import LiveMonitor, open_monitor
 from agentguard.monitor.model import Model
 from agentguard.monitor.options import Options
+from agentguard.monitor.playback import Player, RecordingScript
 from agentguard.monitor.simulator import Simulator
 from agentguard.monitor.snapshot import Snapshot
 from agentguard.monitor.sources import Backoff, GatewaySource, MetricsSource
 from agentguard.session import Identity
 from agentguard.telemetry.recorder import replay
-from tests.monitor_rig import Clock, Engine, text
+from tests.monitor_rig import Clock, Engine, ready, text
 from tests.scripted import END, STOP, B, Script, chunk, text_chunk, thinking
 from tests.test_economics import RULE
 from tests.test_economics_gateway import ARMS, name_of
@@ -377,7 +379,46 @@ async def test_a_recording_begins_with_the_first_word_although_its_file_opens_la
     await feed.stop_recording()
     kept = await asyncio.to_thread(lambda: list(replay(path)))
     assert isinstance(kept[0], FromSource)
-    assert kept[1:] == acted
+    assert [event for event in kept if not isinstance(event, FromSource)] == acted
+
+
+async def test_a_recording_is_played_by_the_times_at_which_it_came(tmp_path: Path) -> None:
+    """A first frame tells of the past, and the gateway's clock is an hour ahead: nothing waits for the times that events bear."""
+    clock, path = Clock(10_000.0), tmp_path / "r.jsonl"
+    model = Model(clock=clock)
+    model.add_source("http://s", "gateway")
+    feed = Feed(model, clock)
+    feed.start_recording(path)
+    changed = TtsChanged(t=400.0, engine="e", state="live", reason="first update", epoch=1, version=1)
+    feed.take("http://s", [ready(), changed], sample=True)
+    for _ in range(5):
+        clock.t += 1
+        feed.take("http://s", [OperatorActed(t=clock.t + 3600, action="tts", target="e", detail="d")], sample=True)
+    shown = model.snapshot()
+    await feed.stop_recording()
+    play = await asyncio.to_thread(lambda: Player(RecordingScript(path), lambda now: Model(clock=now), Clock()))
+    assert (play.state().start_t, play.state().end_t) == (10_000.0, 10_005.0)
+
+    def lines(at: float) -> list[tuple[str, float, float, int]]:
+        play.seek(at)
+        return [(line.kind, line.t, line.last_t, line.n) for line in play.model.snapshot().events if line.kind != "source"]
+
+    early, late = await asyncio.to_thread(lambda: (lines(10_002.0), lines(10_005.0)))
+    assert early == [
+        ("engine_ready", 10_000.0, 10_000.0, 1),
+        ("tts_changed", 10_000.0, 10_000.0, 1),
+        ("operator_acted", 10_001.0, 10_002.0, 2),
+    ]
+    assert late == [(line.kind, line.t, line.last_t, line.n) for line in shown.events if line.kind != "source"]
+
+
+def test_a_recording_without_times_of_arrival_is_played_by_its_events(tmp_path: Path) -> None:
+    marked = FromSource(t=5.0, source="http://s", kind="gateway", state="ok")
+    acted = [OperatorActed(t=float(t), action="tts", target="e", detail="d") for t in (6, 9)]
+    path = tmp_path / "r.jsonl"
+    path.write_bytes(b"".join(encode_json(event) + b"\n" for event in (marked, *acted)))
+    script = RecordingScript(path)
+    assert (script.start_t, script.end_t, [at for at, _, _ in script.advance(8.0)]) == (5.0, 9.0, [5.0, 6.0])
 
 
 async def test_a_plain_server_is_recorded_and_played_again(tmp_path: Path) -> None:

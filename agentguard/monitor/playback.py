@@ -28,8 +28,8 @@ class Script(Protocol):
 
     def restart(self) -> None: ...
 
-    def advance(self, t: float) -> Iterable[tuple[str, Event]]:
-        """What happened since the last call and up to ``t``, with the source that told it."""
+    def advance(self, t: float) -> Iterable[tuple[float, str, Event]]:
+        """What happened since the last call and up to ``t``: when, the source that told it, and what."""
         ...
 
 
@@ -42,8 +42,8 @@ class RecordingScript:
     def __init__(self, path: Path) -> None:
         self.path = path
         times = [math.inf, -math.inf]
-        for event in self._events():
-            times = [min(times[0], event.t), max(times[1], event.t)]
+        for t, _, _ in self._dated():
+            times = [min(times[0], t), max(times[1], t)]
         if times[0] > times[1]:
             raise ConfigError("replay", str(path), "holds no event; give a file of --record or of a study's --events")
         self.start_t, self.end_t = times
@@ -55,23 +55,29 @@ class RecordingScript:
         except OSError as error:
             raise ConfigError("replay", str(self.path), f"cannot be read ({error.strerror}); give a recording") from None
 
-    def restart(self) -> None:
-        self._reader = self._events()
-        self._held: Event | None = None
-        self._source = self.path.name
-
-    def advance(self, t: float) -> Iterator[tuple[str, Event]]:
-        while True:
-            event = self._held if self._held is not None else next(self._reader, None)
-            self._held = None
-            if event is None:
-                return
-            if event.t > t:
-                self._held = event
-                return
+    def _dated(self) -> Iterator[tuple[float, str, Event]]:
+        """With the time at which each came, which is its own only where the recording does not say when it came."""
+        source, arrived = self.path.name, False
+        t = 0.0
+        for event in self._events():
             if isinstance(event, FromSource):
-                self._source = event.source
-            yield self._source, event
+                source, arrived, t = event.source, event.arrived, event.t
+            yield t if arrived else event.t, source, event
+
+    def restart(self) -> None:
+        self._reader = self._dated()
+        self._held: tuple[float, str, Event] | None = None
+
+    def advance(self, t: float) -> Iterator[tuple[float, str, Event]]:
+        while True:
+            found = self._held if self._held is not None else next(self._reader, None)
+            self._held = None
+            if found is None:
+                return
+            if found[0] > t:
+                self._held = found
+                return
+            yield found
 
 
 class SimulatorScript:
@@ -86,8 +92,8 @@ class SimulatorScript:
     def restart(self) -> None:
         self.simulator = Simulator(self._scenario, seed=self._seed, start=self.start_t)
 
-    def advance(self, t: float) -> Iterable[tuple[str, Event]]:
-        return self.simulator.advance(t)
+    def advance(self, t: float) -> Iterable[tuple[float, str, Event]]:
+        return ((event.t, source, event) for source, event in self.simulator.advance(t))
 
 
 class Player:
@@ -149,8 +155,8 @@ class Player:
 
     def _take(self, t: float) -> None:
         model = self.model
-        for source, event in self.script.advance(t):
-            self._cursor_t = max(self._cursor_t, event.t)
+        for at, source, event in self.script.advance(t):
+            self._cursor_t = max(self._cursor_t, at)
             model.add_source(source, self._kind(event), can_act=self.script.kind == "simulator")
             if isinstance(event, FromSource):
                 if event.error:
