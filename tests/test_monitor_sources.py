@@ -22,6 +22,7 @@ from starlette.routing import Route
 from agentguard.errors import ActionRefusedError, EngineDiedError, EngineError
 from agentguard.events import (
     EconomicsReport,
+    EngineDied,
     EngineMetrics,
     EngineReady,
     FromSource,
@@ -102,6 +103,14 @@ async def test_the_first_frame_tells_the_past_and_the_next_ones_what_is_new() ->
             assert EngineReady not in [type(event) for event in got]
             (step,) = [event for event in got if isinstance(event, StepFinished)]
             assert step == r.finished()
+
+
+async def test_an_engine_that_is_gone_is_told_as_gone_and_what_it_was() -> None:
+    async with rig(Script()) as r:
+        r.guard.died = EngineDied(t=50.0, engine="engine-0", reason="status -9")
+        async with watched(r.url) as monitor:
+            shown = await monitor.wait(2)
+    assert [(row.state, row.why, row.model) for row in shown.engines] == [("down", "status -9", "scripted")]
 
 
 async def test_a_running_step_is_told_with_its_tokens() -> None:

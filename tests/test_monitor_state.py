@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import pytest
 
 from agentguard.events import (
@@ -15,6 +16,7 @@ from agentguard.events import (
     EngineMetrics,
     Event,
     Fate,
+    Meter,
     Note,
     RoundSums,
     RunningStep,
@@ -443,6 +445,12 @@ def test_sums_of_rounds_say_the_same_as_the_rounds() -> None:
 RULE = "cactus:delta=0.25,p_min=0.1,top_k=10"
 
 
+METERS: tuple[Meter, ...] = ("steps", "tokens")
+
+
+TOLD = ("engine_ready", "tts_changed", "engine_died", "session_alarm")
+
+
 def mixed(w: Watched, *, sums: bool) -> None:
     """Ten rounds of the relaxed arm with 3 accepted, thirty of its control with 1."""
     collector = RoundCollector()
@@ -543,6 +551,39 @@ def test_accepted_length_by_output_position_with_and_without_a_learning_draft() 
     points = [(p.low, p.high, p.frozen, p.frozen_rounds, p.live, p.live_rounds) for p in tts.by_output_position]
     assert points == [(0, 64, 1.0, 32, 3.0, 16), (64, 128, 1.0, 32, 3.0, 16)]
     assert (tts.state, tts.version, tts.publishes, tts.loss, tts.gain, tts.break_even) == ("live", 7, 1, 0.5, 1.3, 1.05)
+
+
+def test_what_a_gateway_tells_again_is_counted_once() -> None:
+    """A reader that comes back is told the past, with the times it had."""
+    w = Watched(GATEWAY)
+    update = DraftUpdated(
+        t=2, engine="e", version=7, epoch=1, rounds=96, rows=256, loss=0.5, train_ms=10, publish_ms=2, live=0.6, frozen=0.4,
+        gain=1.3, break_even=1.05,
+    )  # fmt: skip
+    changed = TtsChanged(t=1, engine="e", state="live", reason="first update", epoch=1, version=1)
+    seen = SessionSeen(t=5, session="s", steps=1, tokens=92, think_tokens=60, closes=0, latest=[finished(t=1)])
+    for again in range(4):
+        past = [
+            ready(), changed, update, EngineDied(t=3, engine="engine-0", reason="status -9"),
+            msgspec.structs.replace(seen, t=5 + 100 * again),
+            *(SessionAlarm(t=5 + 100 * again, session="s", step=1, meter=m, value=8, limit=9, stopped=False) for m in METERS),
+        ]  # fmt: skip
+        for event in past:
+            w.model.take(GATEWAY, event)
+        w.clock.t += 100
+    shown = w.model.snapshot()
+    tts = shown.speculation[0].tts
+    assert tts is not None
+    assert (tts.publishes, tts.losses) == (1, (0.5,))
+    told = {
+        kind: [line.n for line in shown.events if line.kind == kind] for kind in ("tts_changed", "engine_died", "session_alarm")
+    }
+    assert told == {"tts_changed": [1], "engine_died": [1], "session_alarm": [1, 1]}
+    assert shown.engines[0].why == "status -9"
+    assert shown.sessions[0].last_t == 1000.0 - 4  # the step's end, and not the last time it was told
+    w.model.take(GATEWAY, msgspec.structs.replace(update, t=9, version=8))
+    assert (tts := w.model.snapshot().speculation[0].tts) is not None
+    assert tts.publishes == 2
 
 
 # -- the verdict -------------------------------------------------------------------------------------------------------------------

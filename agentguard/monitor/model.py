@@ -160,7 +160,7 @@ class Model:
 
     def _ready(self, source: _Source, event: EngineReady, now: float) -> None:
         engine = self._engine(source)
-        fresh = engine.model != event.model or bool(engine.died)
+        fresh = engine.model != event.model or (bool(engine.died) and event.t >= engine.died_t)
         engine.model, engine.window_tokens, engine.has_steps = event.model, event.max_model_len, True
         engine.band = (event.f_min, event.f_max)
         engine.alive(now, event.t)
@@ -170,7 +170,10 @@ class Model:
 
     def _died(self, source: _Source, event: EngineDied, now: float) -> None:
         engine = self._engine(source)
+        told = engine.died_t == event.t
         engine.died, engine.died_t = event.reason, event.t
+        if told:
+            return  # a gateway that is asked again says so again
         self.log.say(now, "alarm", "engine_died", f"engine {event.engine} ended: {event.reason}", engine=engine.key)
 
     def _metrics(self, source: _Source, event: EngineMetrics, now: float) -> None:
@@ -219,13 +222,14 @@ class Model:
         self.log.say(now, "good" if event.on else "warning", "rule_switched", text, engine=engine.key)
 
     def _learned(self, source: _Source, event: DraftUpdated, now: float) -> None:
-        source.collector.see(event)
-        self._engine(source).spec.learned(event)
+        if self._engine(source).spec.learned(event):
+            source.collector.see(event)
 
     def _tts(self, source: _Source, event: TtsChanged, now: float) -> None:
-        source.collector.see(event)
         engine = self._engine(source)
-        engine.spec.learned(event)
+        if not engine.spec.learned(event):
+            return
+        source.collector.see(event)
         severity: Severity = "warning" if event.state in ("rolled_back", "off", "restarting", "skipped") else "info"
         text = f"TTS {event.state.replace('_', ' ')}: {event.reason}"
         self.log.say(now, severity, "tts_changed", text, same=event.state, engine=engine.key)
@@ -285,7 +289,8 @@ class Model:
         )  # fmt: skip
 
     def _session_alarm(self, source: _Source, event: SessionAlarm, now: float) -> None:
-        self.sessions.alarmed(source.name, event, now)
+        if not self.sessions.alarmed(source.name, event, now):
+            return
         entry = self.sessions.entry(source.name, event.session, now)
         what = "stopped" if event.stopped else "warned"
         text = f"{entry.id} {what}: {event.meter.replace('_', ' ')} {event.value} of {event.limit}"

@@ -95,15 +95,22 @@ class SpeculationState:
                 known[0] += rounds
                 known[1] += accepted
 
-    def learned(self, event: DraftUpdated | TtsChanged) -> None:
+    def learned(self, event: DraftUpdated | TtsChanged) -> bool:
+        """Returns whether it is news: a gateway that is asked again tells the latest one again."""
         if isinstance(event, DraftUpdated):
+            last = self._update
+            if last is not None and (last.t, last.epoch, last.version) == (event.t, event.epoch, event.version):
+                return False
             self._update = event
             self._publishes += 1
             self._losses.append(event.loss)
-            return
+            return True
+        if event == self._changed:
+            return False
         if self._changed is None or event.state != self._changed.state:
             self._since_t = event.t
         self._changed = event
+        return True
 
     def window(self, now: float) -> dict[str, RoundsSlot]:
         """By rule; a rule without a round is not there."""
