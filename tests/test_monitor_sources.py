@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from agentguard.errors import ActionRefusedError, EngineDiedError, EngineError
+from agentguard.errors import ActionRefusedError, ConfigError, EngineDiedError, EngineError
 from agentguard.events import (
     EconomicsReport,
     EngineDied,
@@ -37,14 +37,15 @@ from agentguard.events import (
     encode_json,
 )
 from agentguard.gateway import watch as watching
+from agentguard.monitor import sources as reading
 from agentguard.monitor.feed import Feed
 from agentguard.monitor.live import LiveMonitor, open_monitor
 from agentguard.monitor.model import Model
-from agentguard.monitor.options import Options
+from agentguard.monitor.options import Options, server_url
 from agentguard.monitor.playback import Player, RecordingScript
 from agentguard.monitor.simulator import Simulator
 from agentguard.monitor.snapshot import Snapshot
-from agentguard.monitor.sources import Backoff, GatewaySource, MetricsSource
+from agentguard.monitor.sources import Backoff, GatewaySource, MetricsSource, TailReader
 from agentguard.session import Identity
 from agentguard.telemetry.recorder import replay
 from tests.monitor_rig import Clock, Engine, ready, text
@@ -641,6 +642,150 @@ async def test_a_stream_of_another_kind_is_trouble_and_no_traceback() -> None:
     assert said[3] == "the server ended the stream"
 
 
+ODD: list[tuple[str, bytes, dict[str, str], str]] = [
+    ("a list", b"[]", {}, "Expected `object`, got `array`"),
+    ("no rows", b"{}", {}, "missing required field `rows`"),
+    ("rows of another kind", b'{"rows":[1]}', {}, "Expected `object`, got `int`"),
+    ("a page", b"<html>", {}, "malformed"),
+    ("nothing", b"", {}, "truncated"),
+    ("deep", b'{"x":' * 5000, {}, "RecursionError"),
+    ("not what it says", b"{}", {"content-encoding": "gzip"}, "DecodingError"),
+]
+
+
+@pytest.mark.parametrize(("body", "headers", "said"), [one[1:] for one in ODD], ids=[one[0] for one in ODD])
+async def test_odd_answers_are_said_and_asked_for_again(body: bytes, headers: dict[str, str], said: str) -> None:
+    """Of a gateway without the watch route; a sound answer afterwards is taken."""
+    model = Model()
+    model.add_source("http://s", "gateway")
+    tries, odd = asyncio.Semaphore(0), True
+
+    async def sleep(_: float) -> None:
+        tries.release()
+        await asyncio.sleep(0)
+
+    async def answer(request: httpx2.Request) -> httpx2.Response:
+        if request.url.path == "/guard/v1/economics" and not odd:
+            return httpx2.Response(200, json={"rows": []})
+        if request.url.path != "/guard/v1/economics":
+            if request.url.path == "/agentguard/events":
+                await asyncio.Event().wait()
+            return httpx2.Response(404)
+        return httpx2.Response(200, stream=httpx2.ByteStream(body), headers=headers)
+
+    client = httpx2.AsyncClient(base_url="http://s", transport=httpx2.MockTransport(answer))
+    source = GatewaySource("http://s", Feed(model), interval_s=1.0, sleep=sleep, client=client)
+    task = asyncio.create_task(source.run())
+    for _ in range(2):
+        await tries.acquire()
+        error = model.sources["http://s"].error
+        assert "cannot be read" in error
+        assert said in error
+    odd = False
+    while not model.sources["http://s"].samples:
+        await tries.acquire()
+    assert not task.done()
+    assert model.sources["http://s"].error == ""
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_an_odd_event_of_a_frame_is_said_and_the_reading_goes_on() -> None:
+    model = Model()
+    model.add_source("http://s", "gateway")
+    tries = asyncio.Semaphore(0)
+
+    async def sleep(_: float) -> None:
+        tries.release()
+        await asyncio.sleep(0)
+
+    odd = RoundSums(
+        t=0, engine="e", span_s=1.0, frames=1, lost=0, rounds=1, drafted=1, accepted=1, strict=0.5, live={"1": [1, 2, 3]}
+    )
+    told = WatchFrame(t=0, interval_s=1.0, events=[odd])
+    reply = b"data: " + encode_json(told) + b"\n\n"
+    replies = httpx2.MockTransport(lambda _: httpx2.Response(200, content=reply, headers={"content-type": "text/event-stream"}))
+    client = httpx2.AsyncClient(base_url="http://s", transport=replies)
+    task = asyncio.create_task(GatewaySource("http://s", Feed(model), interval_s=1.0, sleep=sleep, client=client).run())
+    for _ in range(2):
+        await tries.acquire()
+        assert "cannot be read (ValueError: too many values" in model.sources["http://s"].error
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_content_that_cannot_be_read_is_asked_for_again_and_only_a_refusal_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model()
+    model.add_source("http://s", "gateway")
+    good = httpx2.Response(200, json={"tails": {"r": "so the sum"}})
+    replies = [
+        good, httpx2.Response(200, text="<html>"), httpx2.Response(200, text="<html>"), good, httpx2.Response(200, json={"no": 1}),
+        httpx2.Response(200, json={"tails": {"r": 1}}), httpx2.Response(401), good, httpx2.Response(500, text="broken"),
+        httpx2.Response(403, json={"error": {"message": "no content here"}}), good,
+    ]  # fmt: skip
+    left = iter(replies)
+    shown: list[dict[str, str]] = []
+
+    async def sleep(_: float) -> None:
+        shown.append(model.content.get("http://s", {}))
+
+    def client(url: str, **more: Any) -> httpx2.AsyncClient:
+        return httpx2.AsyncClient(base_url=url, transport=httpx2.MockTransport(lambda _: next(left)))
+
+    monkeypatch.setattr(reading, "http_client", client)
+    await TailReader(GatewaySource("http://s", Feed(model), interval_s=1.0), None, sleep=sleep).run()
+    words = {"r": "so the sum"}
+    assert shown == [words, {}, {}, words, {}, {}, {}, words, {}]
+    assert model.content == {}
+    assert list(left) == [good]
+    said = [line.text for line in model.log.lines()]
+    assert [line.n for line in model.log.lines()] == [1] * len(said)
+    reasons = ("malformed", "missing", "Expected `str`", "(401)", "(500): broken", "(403): no content here")
+    assert [reason for reason, line in zip(reasons, said, strict=True) if reason not in line] == []
+
+
+# -- addresses ---------------------------------------------------------------------------------------------------------------------
+
+
+SECRETS = [
+    "http://op:s3cret@host:8484", "https://s3cret@host", "http://op:s3/cret@host", "op:s3cret@host", "http://h/?key=s3cret",
+    "http://h/#s3cret", "http://op:s3cret@[::1", "http://op:s3cret@host:99999",
+]  # fmt: skip
+NO_ADDRESSES = [
+    "http://[::1", "http://h:99999", "http://h:0", "http://h:x", "http://", "http://:8484", "nowhere", "ftp://h", "http://a b",
+    "http://h\x1b[2J", "http://a..b", "http://" + "a" * 64, "",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("given", SECRETS)
+def test_an_address_with_a_secret_is_refused_without_repeating_it(given: str) -> None:
+    for field in ("gateway", "metrics"):
+        with pytest.raises(ConfigError, match=r"AGENTGUARD_API_KEY|give a URL such as") as refused:
+            server_url(field, given)
+        assert "s3" not in str(refused.value)
+        assert "cret" not in str(refused.value)
+    with pytest.raises(ConfigError):
+        Options(gateways=(given,))
+
+
+def test_the_refusal_of_a_password_names_where_the_key_goes() -> None:
+    with pytest.raises(ConfigError, match="no user or password; put the key into AGENTGUARD_API_KEY"):
+        server_url("gateway", "http://op:s3cret@host:8484")
+
+
+@pytest.mark.parametrize("given", NO_ADDRESSES)
+def test_what_is_no_address_is_refused(given: str) -> None:
+    with pytest.raises(ConfigError, match=r"give a URL such as http://127\.0\.0\.1:8484"):
+        server_url("gateway", given)
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"), [("http://[::1]:8484/", "http://[::1]:8484"), ("https://gpu.example/a/v1", "https://gpu.example/a")]
+)
+def test_an_address_is_kept_without_the_path_of_the_api(given: str, kept: str) -> None:
+    assert server_url("metrics", given) == kept
+
+
 # -- the command -------------------------------------------------------------------------------------------------------------------
 
 
@@ -698,7 +843,11 @@ async def test_exit_statuses(tmp_path: Path) -> None:
     await asyncio.to_thread(path.write_bytes, b"".join(encode_json(event) + b"\n" for _, event in events))
     status, out, _ = await command("--once", "--replay", str(path))
     assert (status, out.startswith("alarm: ")) == (1, True)
-    for wrong in ("--json", "--once --gateway nowhere", "--once --demo helthy", "--once --demo loop --replay x"):
+    for wrong in (
+        "--json", "--once --gateway nowhere", "--once --gateway http://[::1", "--once --gateway http://op:s3cret@h",
+        "--once --demo helthy", "--once --demo loop --replay x",
+    ):  # fmt: skip
         status, out, err = await command(*wrong.split())
         assert (status, out) == (2, "")
         assert err.startswith("agentguard: ")
+        assert "s3cret" not in err

@@ -57,12 +57,9 @@ def tui(
 
 
 def _urls(what: str, given: tuple[str, ...]) -> tuple[str, ...]:
-    from agentguard.errors import ConfigError
+    from agentguard.monitor.options import server_url
 
-    for url in given:
-        if not url.startswith(("http://", "https://")):
-            raise ConfigError(what, url, "give a URL such as http://127.0.0.1:8484")
-    return tuple(dict.fromkeys(url.rstrip("/").removesuffix("/v1") for url in given))
+    return tuple(dict.fromkeys(server_url(what, url) for url in given))
 
 
 def _check(options: Options) -> None:
