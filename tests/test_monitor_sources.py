@@ -845,7 +845,7 @@ async def test_exit_statuses(tmp_path: Path) -> None:
     assert (status, out.startswith("alarm: ")) == (1, True)
     for wrong in (
         "--json", "--once --gateway nowhere", "--once --gateway http://[::1", "--once --gateway http://op:s3cret@h",
-        "--once --demo helthy", "--once --demo loop --replay x",
+        "--once --demo helthy", "--once --demo loop --replay x", "--once --window 5 --interval 10",
     ):  # fmt: skip
         status, out, err = await command(*wrong.split())
         assert (status, out) == (2, "")

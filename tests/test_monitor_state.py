@@ -28,7 +28,7 @@ from agentguard.events import (
     VerificationStep,
     Verified,
 )
-from agentguard.monitor import words
+from agentguard.monitor import once, words
 from agentguard.monitor.alarms import CONTEXT_SHARE, GROWTH_SHARE, KV_USE_SHARE, STALLED_S, WAITING_PER_RUNNING, Alarm, Threshold
 from agentguard.monitor.log import KEPT, Log
 from agentguard.monitor.snapshot import BARS, SessionRow
@@ -660,6 +660,26 @@ def test_the_worst_comes_first() -> None:
     ]
 
 
+def test_an_abandoned_session_is_not_what_is_wrong_now() -> None:
+    w = Watched(GATEWAY)
+    loop = [finished("a", step, closed="loop") for step in (1, 2)]
+    stop = SessionAlarm(t=0, session="b", step=1, meter="steps", value=9, limit=9, stopped=True)
+    for event in (ready(), *loop, finished("b"), stop):
+        w.model.take(GATEWAY, event)
+
+    def said(seconds: float) -> tuple[str, list[str]]:
+        w.clock.t += seconds
+        w.model.take(GATEWAY, stop)  # told again, as to a reader that comes back; no sign of life
+        shown = w.model.snapshot()
+        return shown.verdict.severity, [row.state for row in shown.sessions]
+
+    assert said(179.0) == ("alarm", ["looping", "stopped"])
+    assert said(2.0) == ("info", ["looping", "stopped"])
+    w.model.take(GATEWAY, started("a", 3))
+    assert w.model.snapshot().verdict.text.startswith("session a on qwen3-8b is looping")
+    assert said(600.0)[0] == "alarm"  # it still runs
+
+
 def test_a_draft_that_was_rolled_back() -> None:
     back = TtsChanged(t=0, engine="e", state="rolled_back", reason="gain 0.97 is below 1.04", epoch=2, version=40)
     assert verdict(ready(), back) == ("warning", "TTS on qwen3-8b is rolled back: gain 0.97 is below 1.04")
@@ -684,6 +704,19 @@ def test_ages_in_words() -> None:
     assert [words.age(s) for s in (-3, 0, 59.9, 60, 3599, 3600, 86_399, 86_400)] == [
         "0 s", "0 s", "59 s", "1 min", "59 min", "1 h", "23 h", "1 d",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("bad", ["\x1b[2J\x1b]0;t\x07", "\u202egnp.exe", "a\nalarm: b", "\u2066x\u2069", "\x9b1m"])
+def test_names_of_clients_reach_no_terminal_raw(bad: str) -> None:
+    w = Watched(GATEWAY)
+    for event in (ready(f"m{bad}"), *[finished(bad, step, closed="loop") for step in (1, 2)]):
+        w.model.take(GATEWAY, event)
+    shown = w.model.snapshot()
+    lines = once.as_text(shown).split("\n")
+    assert len(lines) == 2
+    assert all(line.isprintable() for line in lines)
+    assert "is looping" in lines[0]
+    assert words.clean("λ 1.2 — 日本") == "λ 1.2 — 日本"
 
 
 # -- bounds ------------------------------------------------------------------------------------------------------------------------

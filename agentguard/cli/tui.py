@@ -75,6 +75,9 @@ def _check(options: Options) -> None:
         raise ConfigError("record", str(options.record), "what is played is not recorded again; record a live gateway")
     if options.as_json and not options.once:
         raise ConfigError("json", True, "is for --once; give both")
+    if options.window_s < 2 * options.interval_s:
+        remedy = f"is too short for rates, which need two samples; give at least twice the interval of {options.interval_s:g} s"
+        raise ConfigError("window", options.window_s, remedy)
     for url in set(options.gateways) & set(options.metrics):
         raise ConfigError("metrics", url, "is watched as a gateway already; give the vLLM server's own URL")
 

@@ -25,6 +25,8 @@ class Load:
     def __init__(self, window_s: float) -> None:
         self.gauges: dict[str, float] = {}
         self.history = History(window_s)
+        self.t: float | None = None
+        """Of the latest sample, by the clock of who tells it."""
         self._growth = Growth()
 
     @property
@@ -40,6 +42,7 @@ class Load:
             for bound, count in pairs:
                 flat[f"{name}<{'' if bound is None else repr(bound)}"] = count
         reset = self._growth.take(flat)
+        self.t = event.t
         self.history.add(event.t, self._growth.grown)
         return reset
 
@@ -92,6 +95,8 @@ class EngineState:
         self._points: deque[Point] = deque(maxlen=POINTS)
         self._progress: tuple[float | None, float] = (None, now)
         self._drafts: dict[str, float] = {}
+        self._tokens: dict[str, tuple[float, float]] = {}
+        """Time and tokens of the sample that the strip chart's last point with a rate ended at, by label."""
         self._alarms = {"kv": Alarm(KV_USE_SHARE), "waiting": Alarm(WAITING_PER_RUNNING), "stalled": Alarm(STALLED_S)}
 
     def held(self) -> int:
@@ -201,24 +206,41 @@ class EngineState:
         lead = self.lead()
         recent, self.spec.recent = self.spec.recent, {}
         rounds, accepted = map(float, recent.get(self.rule({name: n for name, (n, _) in recent.items()}) or "", (0, 0)))
-        drafts = {name: self._grown(name) for name in ("drafts", "accepted", "tokens_out")}
+        drafts = {name: self._grown(name) for name in ("drafts", "accepted")}
         change = {name: value - self._drafts.get(name, value) for name, value in drafts.items() if value is not None}
         self._drafts = {name: value for name, value in drafts.items() if value is not None}
         if not self.spec.told and self._unmixed() and change.get("drafts"):
             rounds, accepted = change["drafts"], change.get("accepted", 0.0)
         fresh = self.state in ("ok", "slow")
         ratio = lead.length_ratio if lead is not None and fresh else None
-        span = now - self._points[-1].t if self._points else every_s
+        rate = self._sampled_rate()
         self._points.append(
             Point(
                 now, ratio.value if ratio else None, ratio.low if ratio else None, ratio.high if ratio else None,
                 lead.gain if lead is not None and fresh else None, accepted / rounds if rounds else None,
-                change["tokens_out"] / span if fresh and "tokens_out" in change and span > 0 else None,
+                rate if fresh else None,
             )
         )  # fmt: skip
 
+    def _sampled_rate(self) -> float | None:
+        """Tokens a second between the samples that came since the last point and the one before them; None if none came, as what
+        went on since then is not known yet."""
+        rate = None
+        for label, load in self.loads.items():
+            tokens, before = load.grown.get("tokens_out"), self._tokens.get(label)
+            if tokens is None or load.t is None or (before is not None and before[0] == load.t):
+                continue
+            if before is not None and load.t > before[0]:
+                rate = (rate or 0.0) + (tokens - before[1]) / (load.t - before[0])
+            self._tokens[label] = load.t, tokens
+        return rate
+
     def series(self, every_s: float) -> Series:
-        return Series(self.key, every_s, tuple(self._points))
+        """``every_s``: where there are no two points yet."""
+        points = tuple(self._points)
+        if len(points) >= 2:
+            every_s = (points[-1].t - points[0].t) / (len(points) - 1)
+        return Series(self.key, every_s, points)
 
     def row(self, name: str, now: float, rules: Mapping[str, RoundsSlot]) -> EngineRow:
         lead, steps = self.lead(), self._window(now)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -20,9 +19,10 @@ MARK_S = 0.05
 class Feed:
     """Every word of every source goes through here, so that a recording holds what was shown, from whom it came and when."""
 
-    def __init__(self, model: Model, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, model: Model, clock: Callable[[], float] | None = None) -> None:
+        """``clock``: the model's own if none is given."""
         self.model = model
-        self.clock = clock
+        self.clock = clock or model.clock
         self._hub = Hub()
         self._marked = ""
         self._marked_t = 0.0

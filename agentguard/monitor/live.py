@@ -14,6 +14,7 @@ import httpx2
 
 from agentguard.engines.http import http_client
 from agentguard.errors import ActionRefusedError
+from agentguard.monitor.clock import steady
 from agentguard.monitor.feed import Feed
 from agentguard.monitor.model import Model
 from agentguard.monitor.options import DEFAULT_GATEWAY, Options
@@ -162,9 +163,10 @@ class PlayedMonitor:
 
 @asynccontextmanager
 async def open_monitor(
-    options: Options, *, clock: Callable[[], float] = time.time
+    options: Options, *, clock: Callable[[], float] | None = None
 ) -> AsyncIterator[LiveMonitor | PlayedMonitor]:  # fmt: skip
     """A monitor of what the options name; it reads until the block ends. Raises ConfigError."""
+    clock = clock or steady()
     make = partial(_model, options)
     if options.replay is not None or options.demo is not None:
         yield PlayedMonitor(options, await asyncio.to_thread(_player, options, make, clock))

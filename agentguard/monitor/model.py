@@ -1,12 +1,11 @@
 """The monitor's model: events and scrapes go in, snapshots come out. Pure but for the clock, which is given; no task, no IO.
 
 Times are the clock's: an event counts when it arrives, as clocks of other machines differ; only what is said to have happened
-earlier (a session's past) does not count to the present window.
+earlier (a session's past) does not count to the present window. The clock must not go back (`clock.steady`).
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -32,6 +31,7 @@ from agentguard.events import (
     VerificationStep,
 )
 from agentguard.monitor import words
+from agentguard.monitor.clock import steady
 from agentguard.monitor.engines import EngineState
 from agentguard.monitor.log import Log
 from agentguard.monitor.sessions import SessionStates
@@ -41,6 +41,7 @@ from agentguard.telemetry.rounds import RoundCollector
 
 SESSIONS_KEPT = 1000
 POINT_S = 1.0
+"""The shortest time between two points of the strip charts; a monitor that looks less often has one a look."""
 _BAD_CLOSES = ("loop", "deadline", "session")
 
 
@@ -64,10 +65,10 @@ class Model:
     """``interval_s``: between two words of a healthy source; a source is stale after 3 of them, at least `STALE_S`."""
 
     def __init__(
-        self, *, clock: Callable[[], float] = time.time, window_s: float = 60.0, interval_s: float = 1.0,
+        self, *, clock: Callable[[], float] | None = None, window_s: float = 60.0, interval_s: float = 1.0,
         sessions_kept: int = SESSIONS_KEPT,
     ) -> None:  # fmt: skip
-        self.clock = clock
+        self.clock = clock or steady()
         self.window_s = window_s
         self.interval_s = interval_s
         self.sources: dict[str, _Source] = {}
@@ -314,7 +315,8 @@ class Model:
         sessions = self._session_rows()
         return Snapshot(
             number=self._number, t=now, verdict=verdict(sources, engines, sessions, speculation, now), sources=sources,
-            engines=engines, series=tuple(engine.series(POINT_S) for engine in self.engines.values()), sessions=sessions,
+            engines=engines, series=tuple(engine.series(max(POINT_S, self.interval_s)) for engine in self.engines.values()),
+            sessions=sessions,
             sessions_hidden=self.sessions.forgotten, speculation=speculation,
             arms=tuple(arm for engine in self.engines.values() for arm in engine.arms), events=self.log.lines(), playback=playback,
             recording=recording,

@@ -139,7 +139,7 @@ class EngineRow:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One point of the strip charts, of ``every_s`` seconds that end at ``t``. length_ratio and gain are the economics' at that
+    """One point of the strip charts, of the time since the one before up to ``t``. length_ratio and gain are the economics' at that
     moment; accepted_length is of the span's rounds under the rule of `EngineRow.accepted_length`."""
 
     t: float
@@ -149,11 +149,13 @@ class Point:
     gain: float | None
     accepted_length: float | None
     tokens_out_per_s: float | None = None
+    """Between two samples of the engine's counter, at the point after the second; None where no new one came."""
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """The strip charts of one engine, oldest point first; a gap has points of None."""
+    """The strip charts of one engine, oldest point first; a gap has points of None. ``every_s``: seconds between two points, on
+    average; a second, or an interval where that is longer."""
 
     engine: str
     every_s: float
