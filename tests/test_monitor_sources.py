@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -19,6 +20,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
+from agentguard.cli.tui import tui
 from agentguard.errors import ActionRefusedError, ConfigError, EngineDiedError, EngineError
 from agentguard.events import (
     EconomicsReport,
@@ -833,6 +835,21 @@ async def test_once_has_rates_of_a_demo_too() -> None:
     for row in json.loads(out)["engines"]:
         assert row["window_s"] >= 1
         assert row["tokens_out_per_s"] is not None
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--once --web", "--once --web"), ("--once --mini", "--once --mini"), ("--web --mini", "--web --mini"),
+        ("--web --record r.jsonl", "press R"), ("--once --theme x", "no colours"), ("--once --ascii", "prints text"),
+        ("--port 9000", "is for --web"), ("--seed 3", "is for --demo"), ("--speed 2", "is for --demo and --replay"),
+        ("--json", "is for --once"), ("--content --replay r.jsonl", "holds no words"), ("--record r --demo", "not recorded again"),
+        ("--window 5 --interval 10", "two samples"),
+    ],
+)  # fmt: skip
+def test_options_that_would_be_ignored_are_refused(words: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        tui.main(words.split(), standalone_mode=False)
 
 
 async def test_exit_statuses(tmp_path: Path) -> None:
