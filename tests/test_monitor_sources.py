@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import random
 import re
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -23,6 +24,7 @@ from starlette.routing import Route
 from agentguard.cli.tui import tui
 from agentguard.errors import ActionRefusedError, ConfigError, EngineDiedError, EngineError
 from agentguard.events import (
+    DraftUpdated,
     EconomicsReport,
     EngineDied,
     EngineMetrics,
@@ -30,6 +32,7 @@ from agentguard.events import (
     FromSource,
     OperatorActed,
     RoundSums,
+    SessionAlarm,
     SessionSeen,
     StepFinished,
     StepsRunning,
@@ -46,11 +49,11 @@ from agentguard.monitor.model import Model
 from agentguard.monitor.options import Options, server_url
 from agentguard.monitor.playback import Player, RecordingScript
 from agentguard.monitor.simulator import Simulator
-from agentguard.monitor.snapshot import Snapshot
+from agentguard.monitor.snapshot import DOWN_S, STALE_S, Snapshot
 from agentguard.monitor.sources import Backoff, GatewaySource, MetricsSource, TailReader
 from agentguard.session import Identity
 from agentguard.telemetry.recorder import replay
-from tests.monitor_rig import Clock, Engine, ready, text
+from tests.monitor_rig import Clock, Engine, finished, ready, text
 from tests.scripted import END, STOP, B, Script, chunk, text_chunk, thinking
 from tests.test_economics import RULE
 from tests.test_economics_gateway import ARMS, name_of
@@ -542,6 +545,116 @@ async def test_thirty_seconds_without_the_server_and_back() -> None:
     row = model.snapshot().engines[0]
     assert row.tokens_out_per_s is not None
     assert 0 < row.tokens_out_per_s <= 101
+
+
+class Gateway:
+    """A gateway on a clock set by hand: a frame a second, the past first, as `gateway.watch` sends them. Away from 1010 to 1040:
+    refusing connections, or open and silent."""
+
+    def __init__(self, *, silent: bool) -> None:
+        self.clock, self.silent = Clock(), silent
+        self.model = Model(clock=self.clock)
+        self.model.add_source("http://s", "gateway")
+        self.shown: list[tuple[float, Snapshot]] = []
+        self.connected: list[float] = []
+        self.done = asyncio.Event()
+
+    @property
+    def away(self) -> bool:
+        return 1010 <= self.clock.t < 1040
+
+    async def sleep(self, seconds: float) -> None:
+        end = self.clock.t + seconds
+        while self.clock.t < end:
+            self.clock.t = min(end, self.clock.t + 0.5)
+            self.shown.append((self.clock.t, self.model.snapshot()))
+        if self.clock.t > 1070:
+            self.done.set()
+            await asyncio.Event().wait()
+        await asyncio.sleep(0)
+
+    def answer(self, request: httpx2.Request) -> httpx2.Response:
+        if self.away and not self.silent:
+            raise httpx2.ConnectError("refused", request=request)
+        self.connected.append(self.clock.t)
+        frames = _Frames(self)
+        return httpx2.Response(200, stream=frames, headers={"content-type": "text/event-stream"})
+
+    def frame(self, *, first: bool) -> WatchFrame:
+        t = self.clock.t
+        update = DraftUpdated(
+            t=900, engine="e", version=7, epoch=1, rounds=96, rows=256, loss=0.5, train_ms=10, publish_ms=2, live=0.6, frozen=0.4,
+            gain=1.3, break_even=1.05,
+        )  # fmt: skip
+        past: list[Any] = [
+            ready(), TtsChanged(t=800, engine="e", state="live", reason="first update", epoch=1, version=1), update,
+            SessionSeen(t=t, session="s", steps=9, tokens=900, think_tokens=600, closes=1, latest=[finished("s", 9, t=500)]),
+            SessionAlarm(t=t, session="s", step=9, meter="steps", value=9, limit=10, stopped=False),
+        ]  # fmt: skip
+        sums = RoundSums(
+            t=t, engine="e", span_s=1.0, frames=10, lost=0, rounds=10, drafted=40, accepted=20, strict=8.0, rule="strict"
+        )
+        measured = EngineMetrics(t=t, engine="0", gauges={"running": 1.0}, counters={"tokens_out": 100 * t})
+        return WatchFrame(t=t, interval_s=1.0, events=[*(past if first else ()), sums, measured, StepsRunning(t=t, steps=[])])
+
+
+class _Frames(httpx2.AsyncByteStream):
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        gateway, first = self._gateway, True
+        while True:
+            if gateway.away:
+                if gateway.silent:
+                    await gateway.sleep(15.0)
+                    raise httpx2.ReadTimeout("")
+                raise httpx2.ReadError("reset")
+            yield b"data: " + encode_json(gateway.frame(first=first)) + b"\n\n"
+            first = False
+            await gateway.sleep(1.0)
+
+
+@pytest.mark.parametrize("silent", [False, True])
+async def test_thirty_seconds_without_the_gateway_and_back(silent: bool) -> None:
+    """stale, down, ok again, after the real times; what it tells again of the past is counted once."""
+    gateway = Gateway(silent=silent)
+    client = httpx2.AsyncClient(base_url="http://s", transport=httpx2.MockTransport(gateway.answer))
+    source = GatewaySource("http://s", Feed(gateway.model), interval_s=1.0, sleep=gateway.sleep, client=client)
+    source.backoff = Backoff(rng=random.Random(0))
+    task = asyncio.create_task(source.run())
+    await gateway.done.wait()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+    states = [(t, s.sources[0].state, s.engines[0].state, s.verdict.severity) for t, s in gateway.shown if s.engines]
+    changes = [one for i, one in enumerate(states) if i == 0 or states[i - 1][1:] != one[1:]]
+    assert [one[1:] for one in changes] == [
+        ("ok", "ok", "good"), ("stale", "stale", "warning"), ("down", "down", "alarm"), ("ok", "ok", "good"),
+    ]  # fmt: skip
+    last = 1009.0  # the last word
+    stale_t, down_t, back_t = (t for t, *_ in changes[1:])
+    # silence is stale after 5 s, and down once the reader gives up its open line; a refusal is stale at once and down after 5 s
+    expected = (last + STALE_S, 1025.0) if silent else (1010.0, last + STALE_S)
+    assert all(0 <= t - at <= 0.5 for t, at in zip((stale_t, down_t), expected, strict=True))
+    assert down_t <= last + DOWN_S
+    assert 1040 <= back_t <= 1056  # the longest wait is 10 s, an open line is given up after 15
+    assert len([t for t in gateway.connected if t < 1010 or t >= 1040]) == 2
+
+    shown = gateway.shown[-1][1]
+    (session,), tts = shown.sessions, shown.speculation[0].tts
+    assert (session.steps, session.tokens, session.state, len(session.bars), session.last_t) == (9, 900, "growing", 1, 500.0)
+    assert {s.sessions[0].state for t, s in gateway.shown if down_t <= t < back_t} == {"lost"}
+    assert tts is not None
+    assert (tts.publishes, tts.losses) == (1, (0.5,))
+    told = [(line.kind, line.n) for line in shown.events if line.kind in ("engine_ready", "tts_changed", "session_alarm")]
+    assert told == [("engine_ready", 1), ("tts_changed", 1), ("session_alarm", 1)]
+    rates = [(p.t, p.tokens_out_per_s) for p in shown.series[0].points]
+    assert {rate for t, rate in rates if last + 2 <= t < back_t} == {None}
+    known = [rate for _, rate in rates if rate is not None]
+    assert len(known) >= 35
+    assert known == pytest.approx([100.0] * len(known))
+    assert shown.engines[0].tokens_out_per_s == pytest.approx(100.0)
 
 
 class Line:
