@@ -107,6 +107,10 @@ class Player:
         self._wall_t = wall()
         self.at_t = self._cursor_t = script.start_t
         self.model = make(self.now)
+        self.target_t: float | None = None
+        """Where it is being moved to while that takes a thread: then nothing else may play, and this is where it stands."""
+        self.hurry = False
+        """Leave what is being played, as another time was asked for."""
         self._sampled = 0
         self._play(script.start_t)
 
@@ -114,11 +118,13 @@ class Player:
         return self._cursor_t
 
     def state(self) -> Playback:
-        ended = self.at_t >= self.script.end_t
-        return Playback(self.script.start_t, self.script.end_t, self.at_t, self.speed, self.paused, ended)
+        at = self.at_t if self.target_t is None else self.target_t
+        return Playback(self.script.start_t, self.script.end_t, at, self.speed, self.paused, at >= self.script.end_t)
 
     def advance(self) -> None:
-        """Play what the passed time asks for."""
+        """Play what the passed time asks for; nothing while it is moved."""
+        if self.target_t is not None:
+            return
         wall = self._wall()
         passed, self._wall_t = wall - self._wall_t, wall
         if not self.paused:
@@ -133,20 +139,27 @@ class Player:
         self.paused = paused
 
     def seek(self, t: float) -> None:
-        """Go to a time. Backwards everything is played again from the beginning, as sums cannot be taken apart."""
-        t = min(self.script.end_t, max(self.script.start_t, t))
-        self._wall_t = self._wall()
+        """Go to a time. Backwards everything is played again from the beginning, as sums cannot be taken apart: of ten minutes of
+        single rounds that takes seconds."""
+        t = self.within(t)
         if t < self.at_t:
             self.script.restart()
             self.at_t = self._cursor_t = self.script.start_t
             self._sampled = 0
             self.model = self._make(self.now)
         self._play(t)
+        self._wall_t = self._wall()
+
+    def within(self, t: float) -> float:
+        return min(self.script.end_t, max(self.script.start_t, t))
 
     def _play(self, t: float) -> None:
         second = math.floor(self.at_t) + 1.0
         while second <= t:
+            if self.hurry:
+                return
             self._take(second)
+            self.at_t = second
             if t - second <= POINTS_S:
                 self.model.tick()
             second += 1.0
