@@ -306,8 +306,10 @@ class RequestRounds(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RoundSums(msgspec.Struct, frozen=True, kw_only=True, tag="round_sums"):
-    """An engine's verification over the ``span_s`` seconds before ``t``, summed: `VerificationStep`s without their rows.
+    """An engine's verification under one rule over the ``span_s`` seconds before ``t``: `VerificationStep`s without their rows.
 
+    rule: what ran (`Verified.rule_effective`); "" for rules beyond those that are told apart, together. An interval has one of
+    these for each rule; the first has the engine's frames and lost, which are of no rule.
     by_position: rounds that accepted draft position i; strict_by_position: how many strict would be expected to have accepted, of
     the same drafts. probability, rank: a list for each bin of `telemetry.rounds`, of decided tokens: accepted by strict too,
     accepted only because the rule relaxes, cut by the support filter, rejected. live, frozen: [rounds, accepted] for each bin of
@@ -437,13 +439,18 @@ class OperatorActed(msgspec.Struct, frozen=True, kw_only=True, tag="operator_act
 
 
 class FromSource(msgspec.Struct, frozen=True, kw_only=True, tag="from_source"):
-    """In a recording of a monitor: what follows came from this source, which is in this state now (monitor.snapshot.SourceRow)."""
+    """In a recording of a monitor: what follows came from this source, which is in this state now (monitor.snapshot.SourceRow).
+
+    ``arrived``: it came at ``t``, whatever times it bears: a source tells of its past, and its clock may be another. Without it, as
+    in recordings of before, each event counts at its own time.
+    """
 
     t: float
     source: str
     kind: str
     state: str
     error: str = ""
+    arrived: bool = False
 
 
 Event: TypeAlias = (

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
+import time
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from agentguard.events import ArmReport, EconomicsReport, RatioReport
+from agentguard.monitor.clock import steady
+from agentguard.monitor.feed import Feed
+from agentguard.monitor.model import Model
 from agentguard.monitor.snapshot import Snapshot
 from agentguard.monitor.windows import KEPT, Growth, History, Ring, merged, percentile, quantile
 from agentguard.telemetry import exposition
-from tests.monitor_rig import GATEWAY, SERVER, Engine, Watched, finished, ready, text
+from tests.monitor_rig import GATEWAY, SERVER, Clock, Engine, Watched, finished, ready, text
 
 
 def two() -> dict[str, Engine]:
@@ -331,6 +335,61 @@ def test_the_lead_arm_is_a_losing_one_else_the_one_with_most_steps() -> None:
     assert row.length_ratio is not None
     assert math.isinf(row.length_ratio.high)
     assert row.ttlt_ratio is None
+
+
+@pytest.mark.parametrize(("looks_s", "every_s"), [(0.25, 1.0), (0.6, 1.2), (5.0, 5.0), (10.0, 10.0)])
+def test_the_strip_chart_says_how_far_apart_its_points_are(looks_s: float, every_s: float) -> None:
+    w = Watched(GATEWAY, interval_s=looks_s)
+    w.model.take(GATEWAY, ready())
+    assert w.model.snapshot().series[0].every_s == max(1.0, looks_s)
+    for _ in range(40):
+        w.clock.t += looks_s
+        w.model.heard(GATEWAY)
+        (series,) = w.model.snapshot().series
+    assert series.every_s == pytest.approx(every_s)
+    assert series.points[-1].t - series.points[0].t == pytest.approx(series.every_s * (len(series.points) - 1))
+
+
+def test_the_strip_chart_has_no_rate_without_a_sample_and_no_peak_after_an_outage() -> None:
+    w, engines = Watched(SERVER), {"0": Engine(), "1": Engine()}
+    rates = []
+    for second in range(40):
+        for engine in engines.values():
+            engine.tokens_out += 50
+        if not 5 <= second < 35:
+            w.scrape(text(engines))
+        rates.append(w.model.snapshot().series[0].points[-1].tokens_out_per_s)
+        w.clock.t += 1
+    assert rates == [None] + [50.0] * 4 + [None] * 30 + [50.0] * 5
+
+
+def test_the_clock_goes_on_when_the_wall_clock_is_set_back() -> None:
+    wall, passed = Clock(5000.0), Clock(70.0)
+    now = steady(wall, passed)
+    assert now() == 5000.0
+    wall.t, passed.t = 1400.0, 80.0  # an hour back while 10 s pass
+    assert now() == 5010.0
+
+
+def test_a_monitor_keeps_its_windows_when_the_wall_clock_is_set_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model()
+    feed = Feed(model)
+    model.add_source(GATEWAY, "gateway")
+    feed.take(GATEWAY, [ready(), finished()])
+    before = model.snapshot().t
+    monkeypatch.setattr(time, "time", lambda: 1000.0)
+    feed.take(GATEWAY, [finished("s", 2)])
+    shown = model.snapshot()
+    assert shown.t >= before
+    assert shown.engines[0].steps == 2
+    assert feed.clock() >= before
+
+
+def test_a_server_whose_clock_is_set_back_is_measured_anew() -> None:
+    history = History(60.0)
+    for t, value in ((1000.0, 0.0), (1010.0, 100.0), (400.0, 150.0), (410.0, 250.0)):
+        history.add(t, {"a": value})
+    assert (history.span_s(), history.rate("a")) == (10.0, 10.0)
 
 
 def test_the_strip_chart_has_a_point_a_second_and_none_for_what_was_unknown() -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
+import threading
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -51,6 +55,16 @@ def test_a_healthy_fleet() -> None:
     assert tts is not None
     assert (tts.state, tts.publishes) == ("live", 12)
     assert tts.losses[-1] < tts.losses[0]
+
+
+def test_the_accepted_length_beside_an_arm_is_that_arms() -> None:
+    """Of 200 s: the control's rounds, which accept 0.8, are not in it."""
+    shown = after(*player("healthy", speed=100), 2)
+    for row, spec in zip(shown.engines, shown.speculation, strict=True):
+        (own,) = [arm for arm in spec.arms if arm.arm == row.arm]
+        assert own.accepted_length is not None
+        assert spec.rule == row.rule == row.arm
+        assert row.accepted_length == spec.accepted_length == pytest.approx(own.accepted_length, rel=0.1)
 
 
 def test_a_losing_rule_is_switched_off_by_the_real_ledger() -> None:
@@ -236,6 +250,71 @@ def test_a_seek_back_shows_what_was_shown_then(tmp_path: Path) -> None:
     assert (first.verdict, first.engines, first.sessions, first.speculation) == (
         again.verdict, again.engines, again.sessions, again.speculation,
     )  # fmt: skip
+
+
+class Slow(SimulatorScript):
+    """A script whose playing in a thread waits at a second until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__("healthy", 0, 1000.0)
+        self.hold_t, self.reached, self.go = math.inf, threading.Event(), threading.Event()
+
+    def advance(self, t: float) -> Iterable[tuple[float, str, Event]]:
+        if t >= self.hold_t and threading.current_thread() is not threading.main_thread():
+            self.reached.set()
+            self.go.wait(30)
+        return super().advance(t)
+
+
+async def test_a_seek_in_a_thread_leaves_the_screen_alive() -> None:
+    script, clock = Slow(), Clock()
+    play = Player(script, lambda now: Model(clock=now), clock)
+    monitor = PlayedMonitor(Options(demo="healthy"), play)
+    clock.t += 20
+    before = monitor.snapshot()
+    script.hold_t = 1005.0
+    moving = asyncio.create_task(monitor.seek_to(1010.0))
+    await asyncio.to_thread(script.reached.wait, 30)
+    clock.t += 5
+    during = monitor.snapshot()
+    assert during.playback is not None
+    assert (during.t, during.engines, during.playback.at_t) == (before.t, before.engines, 1010.0)
+    monitor.set_speed(4)
+    monitor.set_paused(True)
+    with pytest.raises(ActionRefusedError, match="moved to another time"):
+        await monitor.set_tts("sim://qwen3-8b", False)
+    again = asyncio.create_task(monitor.seek_to(1008.0))  # takes over
+    await asyncio.sleep(0)
+    script.hold_t = math.inf
+    script.go.set()
+    await asyncio.gather(moving, again)
+    there = monitor.snapshot()
+    assert there.playback is not None
+    assert (there.t, there.playback.at_t, there.playback.speed, there.playback.paused) == (1008.0, 1008.0, 4, True)
+    straight, _ = player("healthy")
+    straight.seek(1008.0)
+    assert there.engines == straight.model.snapshot().engines
+    assert there.sessions == straight.model.snapshot().sessions
+
+
+async def test_a_seek_that_is_given_up_does_not_outlive_the_monitor() -> None:
+    script, clock = Slow(), Clock()
+    monitor = PlayedMonitor(Options(demo="healthy"), Player(script, lambda now: Model(clock=now), clock))
+    script.hold_t = 1050.0
+    moving = asyncio.create_task(monitor.seek_to(1100.0))
+    await asyncio.to_thread(script.reached.wait, 30)
+    moving.cancel()
+    await asyncio.gather(moving, return_exceptions=True)
+    held = monitor.snapshot().playback
+    assert held is not None
+    assert held.at_t == 1100.0  # its thread still plays
+    closing = asyncio.create_task(monitor.close())
+    await asyncio.sleep(0)
+    assert not closing.done()
+    script.go.set()
+    await closing
+    assert monitor._moving is None
+    assert monitor.player.at_t < 1060.0
 
 
 def test_a_recording_of_several_sources_keeps_them_apart(tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import random
+import re
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -19,32 +21,39 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from agentguard.errors import ActionRefusedError, EngineDiedError, EngineError
+from agentguard.cli.tui import tui
+from agentguard.errors import ActionRefusedError, ConfigError, EngineDiedError, EngineError
 from agentguard.events import (
+    DraftUpdated,
     EconomicsReport,
+    EngineDied,
     EngineMetrics,
     EngineReady,
     FromSource,
     OperatorActed,
     RoundSums,
+    SessionAlarm,
     SessionSeen,
     StepFinished,
     StepsRunning,
+    TtsChanged,
     WatchFrame,
     decode_frame,
     encode_json,
 )
 from agentguard.gateway import watch as watching
+from agentguard.monitor import sources as reading
 from agentguard.monitor.feed import Feed
 from agentguard.monitor.live import LiveMonitor, open_monitor
 from agentguard.monitor.model import Model
-from agentguard.monitor.options import Options
+from agentguard.monitor.options import Options, server_url
+from agentguard.monitor.playback import Player, RecordingScript
 from agentguard.monitor.simulator import Simulator
-from agentguard.monitor.snapshot import Snapshot
-from agentguard.monitor.sources import Backoff, GatewaySource, MetricsSource
+from agentguard.monitor.snapshot import DOWN_S, STALE_S, Snapshot
+from agentguard.monitor.sources import Backoff, GatewaySource, MetricsSource, TailReader
 from agentguard.session import Identity
 from agentguard.telemetry.recorder import replay
-from tests.monitor_rig import Clock, Engine, text
+from tests.monitor_rig import Clock, Engine, finished, ready, text
 from tests.scripted import END, STOP, B, Script, chunk, text_chunk, thinking
 from tests.test_economics import RULE
 from tests.test_economics_gateway import ARMS, name_of
@@ -100,6 +109,14 @@ async def test_the_first_frame_tells_the_past_and_the_next_ones_what_is_new() ->
             assert EngineReady not in [type(event) for event in got]
             (step,) = [event for event in got if isinstance(event, StepFinished)]
             assert step == r.finished()
+
+
+async def test_an_engine_that_is_gone_is_told_as_gone_and_what_it_was() -> None:
+    async with rig(Script()) as r:
+        r.guard.died = EngineDied(t=50.0, engine="engine-0", reason="status -9")
+        async with watched(r.url) as monitor:
+            shown = await monitor.wait(2)
+    assert [(row.state, row.why, row.model) for row in shown.engines] == [("down", "status -9", "scripted")]
 
 
 async def test_a_running_step_is_told_with_its_tokens() -> None:
@@ -377,7 +394,46 @@ async def test_a_recording_begins_with_the_first_word_although_its_file_opens_la
     await feed.stop_recording()
     kept = await asyncio.to_thread(lambda: list(replay(path)))
     assert isinstance(kept[0], FromSource)
-    assert kept[1:] == acted
+    assert [event for event in kept if not isinstance(event, FromSource)] == acted
+
+
+async def test_a_recording_is_played_by_the_times_at_which_it_came(tmp_path: Path) -> None:
+    """A first frame tells of the past, and the gateway's clock is an hour ahead: nothing waits for the times that events bear."""
+    clock, path = Clock(10_000.0), tmp_path / "r.jsonl"
+    model = Model(clock=clock)
+    model.add_source("http://s", "gateway")
+    feed = Feed(model, clock)
+    feed.start_recording(path)
+    changed = TtsChanged(t=400.0, engine="e", state="live", reason="first update", epoch=1, version=1)
+    feed.take("http://s", [ready(), changed], sample=True)
+    for _ in range(5):
+        clock.t += 1
+        feed.take("http://s", [OperatorActed(t=clock.t + 3600, action="tts", target="e", detail="d")], sample=True)
+    shown = model.snapshot()
+    await feed.stop_recording()
+    play = await asyncio.to_thread(lambda: Player(RecordingScript(path), lambda now: Model(clock=now), Clock()))
+    assert (play.state().start_t, play.state().end_t) == (10_000.0, 10_005.0)
+
+    def lines(at: float) -> list[tuple[str, float, float, int]]:
+        play.seek(at)
+        return [(line.kind, line.t, line.last_t, line.n) for line in play.model.snapshot().events if line.kind != "source"]
+
+    early, late = await asyncio.to_thread(lambda: (lines(10_002.0), lines(10_005.0)))
+    assert early == [
+        ("engine_ready", 10_000.0, 10_000.0, 1),
+        ("tts_changed", 10_000.0, 10_000.0, 1),
+        ("operator_acted", 10_001.0, 10_002.0, 2),
+    ]
+    assert late == [(line.kind, line.t, line.last_t, line.n) for line in shown.events if line.kind != "source"]
+
+
+def test_a_recording_without_times_of_arrival_is_played_by_its_events(tmp_path: Path) -> None:
+    marked = FromSource(t=5.0, source="http://s", kind="gateway", state="ok")
+    acted = [OperatorActed(t=float(t), action="tts", target="e", detail="d") for t in (6, 9)]
+    path = tmp_path / "r.jsonl"
+    path.write_bytes(b"".join(encode_json(event) + b"\n" for event in (marked, *acted)))
+    script = RecordingScript(path)
+    assert (script.start_t, script.end_t, [at for at, _, _ in script.advance(8.0)]) == (5.0, 9.0, [5.0, 6.0])
 
 
 async def test_a_plain_server_is_recorded_and_played_again(tmp_path: Path) -> None:
@@ -491,6 +547,116 @@ async def test_thirty_seconds_without_the_server_and_back() -> None:
     assert 0 < row.tokens_out_per_s <= 101
 
 
+class Gateway:
+    """A gateway on a clock set by hand: a frame a second, the past first, as `gateway.watch` sends them. Away from 1010 to 1040:
+    refusing connections, or open and silent."""
+
+    def __init__(self, *, silent: bool) -> None:
+        self.clock, self.silent = Clock(), silent
+        self.model = Model(clock=self.clock)
+        self.model.add_source("http://s", "gateway")
+        self.shown: list[tuple[float, Snapshot]] = []
+        self.connected: list[float] = []
+        self.done = asyncio.Event()
+
+    @property
+    def away(self) -> bool:
+        return 1010 <= self.clock.t < 1040
+
+    async def sleep(self, seconds: float) -> None:
+        end = self.clock.t + seconds
+        while self.clock.t < end:
+            self.clock.t = min(end, self.clock.t + 0.5)
+            self.shown.append((self.clock.t, self.model.snapshot()))
+        if self.clock.t > 1070:
+            self.done.set()
+            await asyncio.Event().wait()
+        await asyncio.sleep(0)
+
+    def answer(self, request: httpx2.Request) -> httpx2.Response:
+        if self.away and not self.silent:
+            raise httpx2.ConnectError("refused", request=request)
+        self.connected.append(self.clock.t)
+        frames = _Frames(self)
+        return httpx2.Response(200, stream=frames, headers={"content-type": "text/event-stream"})
+
+    def frame(self, *, first: bool) -> WatchFrame:
+        t = self.clock.t
+        update = DraftUpdated(
+            t=900, engine="e", version=7, epoch=1, rounds=96, rows=256, loss=0.5, train_ms=10, publish_ms=2, live=0.6, frozen=0.4,
+            gain=1.3, break_even=1.05,
+        )  # fmt: skip
+        past: list[Any] = [
+            ready(), TtsChanged(t=800, engine="e", state="live", reason="first update", epoch=1, version=1), update,
+            SessionSeen(t=t, session="s", steps=9, tokens=900, think_tokens=600, closes=1, latest=[finished("s", 9, t=500)]),
+            SessionAlarm(t=t, session="s", step=9, meter="steps", value=9, limit=10, stopped=False),
+        ]  # fmt: skip
+        sums = RoundSums(
+            t=t, engine="e", span_s=1.0, frames=10, lost=0, rounds=10, drafted=40, accepted=20, strict=8.0, rule="strict"
+        )
+        measured = EngineMetrics(t=t, engine="0", gauges={"running": 1.0}, counters={"tokens_out": 100 * t})
+        return WatchFrame(t=t, interval_s=1.0, events=[*(past if first else ()), sums, measured, StepsRunning(t=t, steps=[])])
+
+
+class _Frames(httpx2.AsyncByteStream):
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        gateway, first = self._gateway, True
+        while True:
+            if gateway.away:
+                if gateway.silent:
+                    await gateway.sleep(15.0)
+                    raise httpx2.ReadTimeout("")
+                raise httpx2.ReadError("reset")
+            yield b"data: " + encode_json(gateway.frame(first=first)) + b"\n\n"
+            first = False
+            await gateway.sleep(1.0)
+
+
+@pytest.mark.parametrize("silent", [False, True])
+async def test_thirty_seconds_without_the_gateway_and_back(silent: bool) -> None:
+    """stale, down, ok again, after the real times; what it tells again of the past is counted once."""
+    gateway = Gateway(silent=silent)
+    client = httpx2.AsyncClient(base_url="http://s", transport=httpx2.MockTransport(gateway.answer))
+    source = GatewaySource("http://s", Feed(gateway.model), interval_s=1.0, sleep=gateway.sleep, client=client)
+    source.backoff = Backoff(rng=random.Random(0))
+    task = asyncio.create_task(source.run())
+    await gateway.done.wait()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+    states = [(t, s.sources[0].state, s.engines[0].state, s.verdict.severity) for t, s in gateway.shown if s.engines]
+    changes = [one for i, one in enumerate(states) if i == 0 or states[i - 1][1:] != one[1:]]
+    assert [one[1:] for one in changes] == [
+        ("ok", "ok", "good"), ("stale", "stale", "warning"), ("down", "down", "alarm"), ("ok", "ok", "good"),
+    ]  # fmt: skip
+    last = 1009.0  # the last word
+    stale_t, down_t, back_t = (t for t, *_ in changes[1:])
+    # silence is stale after 5 s, and down once the reader gives up its open line; a refusal is stale at once and down after 5 s
+    expected = (last + STALE_S, 1025.0) if silent else (1010.0, last + STALE_S)
+    assert all(0 <= t - at <= 0.5 for t, at in zip((stale_t, down_t), expected, strict=True))
+    assert down_t <= last + DOWN_S
+    assert 1040 <= back_t <= 1056  # the longest wait is 10 s, an open line is given up after 15
+    assert len([t for t in gateway.connected if t < 1010 or t >= 1040]) == 2
+
+    shown = gateway.shown[-1][1]
+    (session,), tts = shown.sessions, shown.speculation[0].tts
+    assert (session.steps, session.tokens, session.state, len(session.bars), session.last_t) == (9, 900, "growing", 1, 500.0)
+    assert {s.sessions[0].state for t, s in gateway.shown if down_t <= t < back_t} == {"lost"}
+    assert tts is not None
+    assert (tts.publishes, tts.losses) == (1, (0.5,))
+    told = [(line.kind, line.n) for line in shown.events if line.kind in ("engine_ready", "tts_changed", "session_alarm")]
+    assert told == [("engine_ready", 1), ("tts_changed", 1), ("session_alarm", 1)]
+    rates = [(p.t, p.tokens_out_per_s) for p in shown.series[0].points]
+    assert {rate for t, rate in rates if last + 2 <= t < back_t} == {None}
+    known = [rate for _, rate in rates if rate is not None]
+    assert len(known) >= 35
+    assert known == pytest.approx([100.0] * len(known))
+    assert shown.engines[0].tokens_out_per_s == pytest.approx(100.0)
+
+
 class Line:
     """A line to a server that can be cut: what was open breaks, and what is new is refused."""
 
@@ -591,6 +757,150 @@ async def test_a_stream_of_another_kind_is_trouble_and_no_traceback() -> None:
     assert said[3] == "the server ended the stream"
 
 
+ODD: list[tuple[str, bytes, dict[str, str], str]] = [
+    ("a list", b"[]", {}, "Expected `object`, got `array`"),
+    ("no rows", b"{}", {}, "missing required field `rows`"),
+    ("rows of another kind", b'{"rows":[1]}', {}, "Expected `object`, got `int`"),
+    ("a page", b"<html>", {}, "malformed"),
+    ("nothing", b"", {}, "truncated"),
+    ("deep", b'{"x":' * 5000, {}, "RecursionError"),
+    ("not what it says", b"{}", {"content-encoding": "gzip"}, "DecodingError"),
+]
+
+
+@pytest.mark.parametrize(("body", "headers", "said"), [one[1:] for one in ODD], ids=[one[0] for one in ODD])
+async def test_odd_answers_are_said_and_asked_for_again(body: bytes, headers: dict[str, str], said: str) -> None:
+    """Of a gateway without the watch route; a sound answer afterwards is taken."""
+    model = Model()
+    model.add_source("http://s", "gateway")
+    tries, odd = asyncio.Semaphore(0), True
+
+    async def sleep(_: float) -> None:
+        tries.release()
+        await asyncio.sleep(0)
+
+    async def answer(request: httpx2.Request) -> httpx2.Response:
+        if request.url.path == "/guard/v1/economics" and not odd:
+            return httpx2.Response(200, json={"rows": []})
+        if request.url.path != "/guard/v1/economics":
+            if request.url.path == "/agentguard/events":
+                await asyncio.Event().wait()
+            return httpx2.Response(404)
+        return httpx2.Response(200, stream=httpx2.ByteStream(body), headers=headers)
+
+    client = httpx2.AsyncClient(base_url="http://s", transport=httpx2.MockTransport(answer))
+    source = GatewaySource("http://s", Feed(model), interval_s=1.0, sleep=sleep, client=client)
+    task = asyncio.create_task(source.run())
+    for _ in range(2):
+        await tries.acquire()
+        error = model.sources["http://s"].error
+        assert "cannot be read" in error
+        assert said in error
+    odd = False
+    while not model.sources["http://s"].samples:
+        await tries.acquire()
+    assert not task.done()
+    assert model.sources["http://s"].error == ""
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_an_odd_event_of_a_frame_is_said_and_the_reading_goes_on() -> None:
+    model = Model()
+    model.add_source("http://s", "gateway")
+    tries = asyncio.Semaphore(0)
+
+    async def sleep(_: float) -> None:
+        tries.release()
+        await asyncio.sleep(0)
+
+    odd = RoundSums(
+        t=0, engine="e", span_s=1.0, frames=1, lost=0, rounds=1, drafted=1, accepted=1, strict=0.5, live={"1": [1, 2, 3]}
+    )
+    told = WatchFrame(t=0, interval_s=1.0, events=[odd])
+    reply = b"data: " + encode_json(told) + b"\n\n"
+    replies = httpx2.MockTransport(lambda _: httpx2.Response(200, content=reply, headers={"content-type": "text/event-stream"}))
+    client = httpx2.AsyncClient(base_url="http://s", transport=replies)
+    task = asyncio.create_task(GatewaySource("http://s", Feed(model), interval_s=1.0, sleep=sleep, client=client).run())
+    for _ in range(2):
+        await tries.acquire()
+        assert "cannot be read (ValueError: too many values" in model.sources["http://s"].error
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_content_that_cannot_be_read_is_asked_for_again_and_only_a_refusal_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model()
+    model.add_source("http://s", "gateway")
+    good = httpx2.Response(200, json={"tails": {"r": "so the sum"}})
+    replies = [
+        good, httpx2.Response(200, text="<html>"), httpx2.Response(200, text="<html>"), good, httpx2.Response(200, json={"no": 1}),
+        httpx2.Response(200, json={"tails": {"r": 1}}), httpx2.Response(401), good, httpx2.Response(500, text="broken"),
+        httpx2.Response(403, json={"error": {"message": "no content here"}}), good,
+    ]  # fmt: skip
+    left = iter(replies)
+    shown: list[dict[str, str]] = []
+
+    async def sleep(_: float) -> None:
+        shown.append(model.content.get("http://s", {}))
+
+    def client(url: str, **more: Any) -> httpx2.AsyncClient:
+        return httpx2.AsyncClient(base_url=url, transport=httpx2.MockTransport(lambda _: next(left)))
+
+    monkeypatch.setattr(reading, "http_client", client)
+    await TailReader(GatewaySource("http://s", Feed(model), interval_s=1.0), None, sleep=sleep).run()
+    words = {"r": "so the sum"}
+    assert shown == [words, {}, {}, words, {}, {}, {}, words, {}]
+    assert model.content == {}
+    assert list(left) == [good]
+    said = [line.text for line in model.log.lines()]
+    assert [line.n for line in model.log.lines()] == [1] * len(said)
+    reasons = ("malformed", "missing", "Expected `str`", "(401)", "(500): broken", "(403): no content here")
+    assert [reason for reason, line in zip(reasons, said, strict=True) if reason not in line] == []
+
+
+# -- addresses ---------------------------------------------------------------------------------------------------------------------
+
+
+SECRETS = [
+    "http://op:s3cret@host:8484", "https://s3cret@host", "http://op:s3/cret@host", "op:s3cret@host", "http://h/?key=s3cret",
+    "http://h/#s3cret", "http://op:s3cret@[::1", "http://op:s3cret@host:99999",
+]  # fmt: skip
+NO_ADDRESSES = [
+    "http://[::1", "http://h:99999", "http://h:0", "http://h:x", "http://", "http://:8484", "nowhere", "ftp://h", "http://a b",
+    "http://h\x1b[2J", "http://a..b", "http://" + "a" * 64, "",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("given", SECRETS)
+def test_an_address_with_a_secret_is_refused_without_repeating_it(given: str) -> None:
+    for field in ("gateway", "metrics"):
+        with pytest.raises(ConfigError, match=r"AGENTGUARD_API_KEY|give a URL such as") as refused:
+            server_url(field, given)
+        assert "s3" not in str(refused.value)
+        assert "cret" not in str(refused.value)
+    with pytest.raises(ConfigError):
+        Options(gateways=(given,))
+
+
+def test_the_refusal_of_a_password_names_where_the_key_goes() -> None:
+    with pytest.raises(ConfigError, match="no user or password; put the key into AGENTGUARD_API_KEY"):
+        server_url("gateway", "http://op:s3cret@host:8484")
+
+
+@pytest.mark.parametrize("given", NO_ADDRESSES)
+def test_what_is_no_address_is_refused(given: str) -> None:
+    with pytest.raises(ConfigError, match=r"give a URL such as http://127\.0\.0\.1:8484"):
+        server_url("gateway", given)
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"), [("http://[::1]:8484/", "http://[::1]:8484"), ("https://gpu.example/a/v1", "https://gpu.example/a")]
+)
+def test_an_address_is_kept_without_the_path_of_the_api(given: str, kept: str) -> None:
+    assert server_url("metrics", given) == kept
+
+
 # -- the command -------------------------------------------------------------------------------------------------------------------
 
 
@@ -640,6 +950,21 @@ async def test_once_has_rates_of_a_demo_too() -> None:
         assert row["tokens_out_per_s"] is not None
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--once --web", "--once --web"), ("--once --mini", "--once --mini"), ("--web --mini", "--web --mini"),
+        ("--web --record r.jsonl", "press R"), ("--once --theme x", "no colours"), ("--once --ascii", "prints text"),
+        ("--port 9000", "is for --web"), ("--seed 3", "is for --demo"), ("--speed 2", "is for --demo and --replay"),
+        ("--json", "is for --once"), ("--content --replay r.jsonl", "holds no words"), ("--record r --demo", "not recorded again"),
+        ("--window 5 --interval 10", "two samples"),
+    ],
+)  # fmt: skip
+def test_options_that_would_be_ignored_are_refused(words: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        tui.main(words.split(), standalone_mode=False)
+
+
 async def test_exit_statuses(tmp_path: Path) -> None:
     status, out, _ = await command("--once", "--metrics", "http://127.0.0.1:1", "--interval", "0.25")
     assert (status, "is down" in out) == (3, True)
@@ -648,7 +973,11 @@ async def test_exit_statuses(tmp_path: Path) -> None:
     await asyncio.to_thread(path.write_bytes, b"".join(encode_json(event) + b"\n" for _, event in events))
     status, out, _ = await command("--once", "--replay", str(path))
     assert (status, out.startswith("alarm: ")) == (1, True)
-    for wrong in ("--json", "--once --gateway nowhere", "--once --demo helthy", "--once --demo loop --replay x"):
+    for wrong in (
+        "--json", "--once --gateway nowhere", "--once --gateway http://[::1", "--once --gateway http://op:s3cret@h",
+        "--once --demo helthy", "--once --demo loop --replay x", "--once --window 5 --interval 10",
+    ):  # fmt: skip
         status, out, err = await command(*wrong.split())
         assert (status, out) == (2, "")
         assert err.startswith("agentguard: ")
+        assert "s3cret" not in err

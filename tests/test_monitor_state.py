@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import pytest
 
 from agentguard.events import (
@@ -15,6 +16,7 @@ from agentguard.events import (
     EngineMetrics,
     Event,
     Fate,
+    Meter,
     Note,
     RoundSums,
     RunningStep,
@@ -26,11 +28,11 @@ from agentguard.events import (
     VerificationStep,
     Verified,
 )
-from agentguard.monitor import words
+from agentguard.monitor import once, words
 from agentguard.monitor.alarms import CONTEXT_SHARE, GROWTH_SHARE, KV_USE_SHARE, STALLED_S, WAITING_PER_RUNNING, Alarm, Threshold
 from agentguard.monitor.log import KEPT, Log
 from agentguard.monitor.snapshot import BARS, SessionRow
-from agentguard.telemetry.rounds import REQUESTS, RoundCollector
+from agentguard.telemetry.rounds import REQUESTS, RULES, RoundCollector
 from tests.monitor_rig import GATEWAY, SERVER, Engine, Watched, finished, ready, started, text
 from tests.test_monitor_numbers import arm
 
@@ -386,11 +388,13 @@ def test_the_log_is_bounded_and_its_numbers_go_on() -> None:
 # -- speculation -------------------------------------------------------------------------------------------------------------------
 
 
-def verified(request: str, accepted: int, fates: list[Fate], p: list[float], rank: list[int], strict: list[float]) -> Verified:
+def verified(
+    request: str, accepted: int, fates: list[Fate], p: list[float], rank: list[int], strict: list[float],
+    rule: str = "cactus:delta=1,p_min=0.1,top_k=10",
+) -> Verified:  # fmt: skip
     rows = DraftRows(token=[0] * len(p), p=p, q=p, rank=rank, strict=strict, flags=[0] * len(p), would=[True] * len(p), fate=fates)
     return Verified(
-        request=request, rule_asked="cactus:delta=1,p_min=0.1,top_k=10", rule_effective="cactus:delta=1,p_min=0.1,top_k=10",
-        drafted=len(p), accepted=accepted, rows=rows,
+        request=request, rule_asked=rule, rule_effective=rule, drafted=len(p), accepted=accepted, rows=rows,
     )  # fmt: skip
 
 
@@ -438,6 +442,90 @@ def test_sums_of_rounds_say_the_same_as_the_rounds() -> None:
     assert one.model.snapshot().speculation == other.model.snapshot().speculation
 
 
+RULE = "cactus:delta=0.25,p_min=0.1,top_k=10"
+
+
+METERS: tuple[Meter, ...] = ("steps", "tokens")
+
+
+TOLD = ("engine_ready", "tts_changed", "engine_died", "session_alarm")
+
+
+def mixed(w: Watched, *, sums: bool) -> None:
+    """Ten rounds of the relaxed arm with 3 accepted, thirty of its control with 1."""
+    collector = RoundCollector()
+    for step in range(10):
+        relaxed = verified("a", 3, [Fate.STRICT] * 3 + [Fate.COIN], [0.9] * 4, [0] * 4, [0.5] * 4, RULE)
+        control = [verified(f"c{i}", 1, [Fate.STRICT, Fate.COIN], [0.5] * 2, [1] * 2, [0.5] * 2, "strict") for i in range(3)]
+        event = frame(step, control[0], relaxed, *control[1:], lost=int(step == 4))
+        collector.add(event)
+        if not sums:
+            w.model.take(GATEWAY, event)
+    told = collector.take(0.0, 1.0)
+    assert {one.rule: (one.rounds, one.accepted, one.drafted) for one in told} == {"strict": (30, 30, 60), RULE: (10, 30, 40)}
+    assert (sum(one.lost for one in told), sum(one.frames for one in told)) == (1, 10)
+    for one in told if sums else ():
+        w.model.take(GATEWAY, one)
+
+
+@pytest.mark.parametrize("sums", [True, False])
+def test_arms_side_by_side_are_not_mixed(sums: bool) -> None:
+    """The rounds that are shown are those of the rule beside which they stand."""
+    w = Watched(GATEWAY)
+    w.model.take(GATEWAY, ready())
+    w.model.snapshot()
+    w.model.take(GATEWAY, economics())
+    mixed(w, sums=sums)
+    w.clock.t += 1
+    shown = w.model.snapshot()
+    (row,), (spec,), (series,) = shown.engines, shown.speculation, shown.series
+    assert (row.rule, row.accepted_length, row.acceptance_share) == (RULE, 3.0, 0.75)
+    assert (spec.rule, spec.rounds, spec.accepted_length, spec.by_position, spec.lost_frames) == (
+        RULE,
+        10,
+        3.0,
+        (1.0,) * 3 + (0.0,),
+        1,
+    )
+    assert spec.strict_accepted_length == pytest.approx(0.5 + 0.25 + 0.125 + 0.0625)
+    assert dict(spec.fates) == {"strict": 30, "coin": 10}
+    assert sum(b.strict + b.rejected for b in spec.probability) == 40
+    assert series.points[-1].accepted_length == 3.0
+    w.model.take(GATEWAY, economics(verdict="loss", on=False, since=1.0))  # what its requests run under now
+    shown = w.model.snapshot()
+    (row,), (spec,) = shown.engines, shown.speculation
+    assert (row.rule, row.accepted_length) == ("strict", 1.0)
+    assert (spec.rule, spec.rounds, spec.p_min) == ("strict", 30, None)
+
+
+def test_an_arm_without_a_round_has_no_accepted_length_although_the_engine_counts_drafts() -> None:
+    w, engines = Watched(GATEWAY), {"0": Engine(drafts=1000, drafted=4000, accepted_at=[900.0] * 4)}
+    w.model.take(GATEWAY, ready())
+    w.model.take(GATEWAY, economics(arm="cactus:delta=9"))
+    w.scrape(text(engines), GATEWAY)
+    mixed(w, sums=True)
+    w.clock.t += 1
+    engines["0"].drafts += 100
+    w.scrape(text(engines), GATEWAY)
+    shown = w.model.snapshot()
+    assert (shown.engines[0].accepted_length, shown.engines[0].acceptance_share) == (None, None)
+    assert (shown.speculation[0].rule, shown.speculation[0].rounds) == ("cactus:delta=9", 0)
+    assert [p.accepted_length for p in shown.series[0].points] == [None]
+
+
+def test_rules_that_are_told_apart_are_bounded() -> None:
+    collector, w = RoundCollector(), Watched(GATEWAY)
+    w.model.take(GATEWAY, ready())
+    for step in range(3 * RULES):
+        collector.add(frame(step, verified("r", 1, [Fate.STRICT], [0.9], [0], [0.9], f"cactus:delta={step}")))
+        if step % 7 == 6:
+            for one in collector.take(0.0, 1.0):
+                w.model.take(GATEWAY, one)
+    assert len(w.model.engines[GATEWAY].rounds(w.clock.t)) <= RULES + 1
+    rounds = sum(slot.rounds for slot in w.model.engines[GATEWAY].rounds(w.clock.t).values())
+    assert rounds == 3 * RULES - 3 * RULES % 7
+
+
 def test_accepted_length_by_output_position_with_and_without_a_learning_draft() -> None:
     w = Watched()
 
@@ -463,6 +551,39 @@ def test_accepted_length_by_output_position_with_and_without_a_learning_draft() 
     points = [(p.low, p.high, p.frozen, p.frozen_rounds, p.live, p.live_rounds) for p in tts.by_output_position]
     assert points == [(0, 64, 1.0, 32, 3.0, 16), (64, 128, 1.0, 32, 3.0, 16)]
     assert (tts.state, tts.version, tts.publishes, tts.loss, tts.gain, tts.break_even) == ("live", 7, 1, 0.5, 1.3, 1.05)
+
+
+def test_what_a_gateway_tells_again_is_counted_once() -> None:
+    """A reader that comes back is told the past, with the times it had."""
+    w = Watched(GATEWAY)
+    update = DraftUpdated(
+        t=2, engine="e", version=7, epoch=1, rounds=96, rows=256, loss=0.5, train_ms=10, publish_ms=2, live=0.6, frozen=0.4,
+        gain=1.3, break_even=1.05,
+    )  # fmt: skip
+    changed = TtsChanged(t=1, engine="e", state="live", reason="first update", epoch=1, version=1)
+    seen = SessionSeen(t=5, session="s", steps=1, tokens=92, think_tokens=60, closes=0, latest=[finished(t=1)])
+    for again in range(4):
+        past = [
+            ready(), changed, update, EngineDied(t=3, engine="engine-0", reason="status -9"),
+            msgspec.structs.replace(seen, t=5 + 100 * again),
+            *(SessionAlarm(t=5 + 100 * again, session="s", step=1, meter=m, value=8, limit=9, stopped=False) for m in METERS),
+        ]  # fmt: skip
+        for event in past:
+            w.model.take(GATEWAY, event)
+        w.clock.t += 100
+    shown = w.model.snapshot()
+    tts = shown.speculation[0].tts
+    assert tts is not None
+    assert (tts.publishes, tts.losses) == (1, (0.5,))
+    told = {
+        kind: [line.n for line in shown.events if line.kind == kind] for kind in ("tts_changed", "engine_died", "session_alarm")
+    }
+    assert told == {"tts_changed": [1], "engine_died": [1], "session_alarm": [1, 1]}
+    assert shown.engines[0].why == "status -9"
+    assert shown.sessions[0].last_t == 1000.0 - 4  # the step's end, and not the last time it was told
+    w.model.take(GATEWAY, msgspec.structs.replace(update, t=9, version=8))
+    assert (tts := w.model.snapshot().speculation[0].tts) is not None
+    assert tts.publishes == 2
 
 
 # -- the verdict -------------------------------------------------------------------------------------------------------------------
@@ -539,6 +660,26 @@ def test_the_worst_comes_first() -> None:
     ]
 
 
+def test_an_abandoned_session_is_not_what_is_wrong_now() -> None:
+    w = Watched(GATEWAY)
+    loop = [finished("a", step, closed="loop") for step in (1, 2)]
+    stop = SessionAlarm(t=0, session="b", step=1, meter="steps", value=9, limit=9, stopped=True)
+    for event in (ready(), *loop, finished("b"), stop):
+        w.model.take(GATEWAY, event)
+
+    def said(seconds: float) -> tuple[str, list[str]]:
+        w.clock.t += seconds
+        w.model.take(GATEWAY, stop)  # told again, as to a reader that comes back; no sign of life
+        shown = w.model.snapshot()
+        return shown.verdict.severity, [row.state for row in shown.sessions]
+
+    assert said(179.0) == ("alarm", ["looping", "stopped"])
+    assert said(2.0) == ("info", ["looping", "stopped"])
+    w.model.take(GATEWAY, started("a", 3))
+    assert w.model.snapshot().verdict.text.startswith("session a on qwen3-8b is looping")
+    assert said(600.0)[0] == "alarm"  # it still runs
+
+
 def test_a_draft_that_was_rolled_back() -> None:
     back = TtsChanged(t=0, engine="e", state="rolled_back", reason="gain 0.97 is below 1.04", epoch=2, version=40)
     assert verdict(ready(), back) == ("warning", "TTS on qwen3-8b is rolled back: gain 0.97 is below 1.04")
@@ -563,6 +704,19 @@ def test_ages_in_words() -> None:
     assert [words.age(s) for s in (-3, 0, 59.9, 60, 3599, 3600, 86_399, 86_400)] == [
         "0 s", "0 s", "59 s", "1 min", "59 min", "1 h", "23 h", "1 d",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("bad", ["\x1b[2J\x1b]0;t\x07", "\u202egnp.exe", "a\nalarm: b", "\u2066x\u2069", "\x9b1m"])
+def test_names_of_clients_reach_no_terminal_raw(bad: str) -> None:
+    w = Watched(GATEWAY)
+    for event in (ready(f"m{bad}"), *[finished(bad, step, closed="loop") for step in (1, 2)]):
+        w.model.take(GATEWAY, event)
+    shown = w.model.snapshot()
+    lines = once.as_text(shown).split("\n")
+    assert len(lines) == 2
+    assert all(line.isprintable() for line in lines)
+    assert "is looping" in lines[0]
+    assert words.clean("λ 1.2 — 日本") == "λ 1.2 — 日本"
 
 
 # -- bounds ------------------------------------------------------------------------------------------------------------------------

@@ -14,6 +14,17 @@ if TYPE_CHECKING:
     from agentguard.monitor.options import Options
 
 _SCENARIO = "healthy"
+_NEEDS = (("port", ("web",)), ("seed", ("demo",)), ("speed", ("demo", "replay")), ("json", ("once",)))
+_APART = {
+    ("once", "web"): "--once prints and ends, --web serves the screen; give one of them",
+    ("once", "mini"): "--once prints and ends, --mini is a screen; give one of them",
+    ("once", "theme"): "--once has no colours; leave --theme out",
+    ("once", "ascii"): "--once prints text; leave --ascii out, or take --json, where only names may be other than ASCII",
+    ("web", "mini"): "--mini is for a terminal; give one of them",
+    ("web", "record"): "every visitor's screen would write the file; record with a monitor in a terminal, or press R on the page",
+    ("content", "replay"): "a recording holds no words of traces; leave --content out",
+}
+"""Options of which one would be ignored beside the other, and what to do instead."""
 
 
 @click.command()
@@ -52,20 +63,24 @@ def tui(
         interval_s=interval, window_s=window, record=record, replay=replay, speed=speed, demo=demo, seed=seed, once=once,
         as_json=as_json, mini=mini, web=web, port=port, readonly=readonly, ascii=ascii, theme=theme, content=content,
     )  # fmt: skip
-    _check(options)
+    _check(options, _given())
     raise SystemExit(_once(options) if once else _screen(options))
 
 
 def _urls(what: str, given: tuple[str, ...]) -> tuple[str, ...]:
-    from agentguard.errors import ConfigError
+    from agentguard.monitor.options import server_url
 
-    for url in given:
-        if not url.startswith(("http://", "https://")):
-            raise ConfigError(what, url, "give a URL such as http://127.0.0.1:8484")
-    return tuple(dict.fromkeys(url.rstrip("/").removesuffix("/v1") for url in given))
+    return tuple(dict.fromkeys(server_url(what, url) for url in given))
 
 
-def _check(options: Options) -> None:
+def _given() -> dict[str, object]:
+    """What the command line itself says, by the option's name; defaults and the environment are not in it."""
+    context = click.get_current_context()
+    typed = (name for name in context.params if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE)
+    return {"json" if name == "as_json" else name: context.params[name] for name in typed}
+
+
+def _check(options: Options, given: dict[str, object]) -> None:
     from agentguard.errors import ConfigError
     from agentguard.monitor.simulator import SCENARIOS, unknown
 
@@ -76,8 +91,15 @@ def _check(options: Options) -> None:
         raise ConfigError("replay", str(options.replay), "watch servers, or --replay a file, or --demo a scenario; one of them")
     if options.record is not None and not live and (options.replay is not None or options.demo is not None):
         raise ConfigError("record", str(options.record), "what is played is not recorded again; record a live gateway")
-    if options.as_json and not options.once:
-        raise ConfigError("json", True, "is for --once; give both")
+    for (one, other), why in _APART.items():
+        if one in given and other in given:
+            raise ConfigError(f"--{one} --{other}", given[other], why)
+    for name, needed in _NEEDS:
+        if name in given and not any(one in given for one in needed):
+            raise ConfigError(f"--{name}", given[name], f"is for --{' and --'.join(needed)}; give that too, or leave it out")
+    if options.window_s < 2 * options.interval_s:
+        remedy = f"is too short for rates, which need two samples; give at least twice the interval of {options.interval_s:g} s"
+        raise ConfigError("window", options.window_s, remedy)
     for url in set(options.gateways) & set(options.metrics):
         raise ConfigError("metrics", url, "is watched as a gateway already; give the vLLM server's own URL")
 

@@ -84,6 +84,8 @@ class Watch:
             with guard.hub.sink(reader.take):
                 yield b": agentguard watch\n\n"
                 past: list[Event] = list(self._past())
+                for event in past:
+                    reader.see(event)
                 before = time.monotonic()
                 due = before
                 while True:
@@ -114,8 +116,10 @@ class Watch:
 
     def _past(self) -> Iterator[Event]:
         guard = self.guard
-        yield guard.ready()
-        yield from guard.learning.values()
+        ready = guard.ready()
+        # what is known of an engine that is gone is of before it went
+        yield ready if guard.died is None else msgspec.structs.replace(ready, t=guard.died.t - 0.001)
+        yield from sorted(guard.learning.values(), key=lambda event: event.t)
         if guard.died is not None:
             yield guard.died
         for session in itertools.islice(reversed(list(guard.sessions)), SESSIONS):
@@ -165,6 +169,10 @@ class _Reader:
             self._events.append(event)
         else:
             self._dropped += 1
+
+    def see(self, past: Event) -> None:
+        """What the sums of rounds depend on, of before."""
+        self._rounds.see(past)
 
     def drain(self, t: float, span_s: float) -> tuple[list[Event], int]:
         events, self._events = self._events, []

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from agentguard.economics.ratios import Ratio
 from agentguard.events import ArmReport, EconomicsReport, EngineMetrics, RatioReport, StepFinished
 from agentguard.monitor.alarms import KV_USE_SHARE, STALLED_S, WAITING_PER_RUNNING, Alarm
 from agentguard.monitor.observed import Observed
 from agentguard.monitor.snapshot import ArmRow, ArmVerdict, EngineRow, Point, Series, Speculation, State
-from agentguard.monitor.speculation import RoundsSlot, SpeculationState
+from agentguard.monitor.speculation import RoundsSlot, SpeculationState, most_used
 from agentguard.monitor.windows import Buckets, Growth, History, Ring, merged, percentile, quantile
 
 POINTS = 600
@@ -25,6 +25,8 @@ class Load:
     def __init__(self, window_s: float) -> None:
         self.gauges: dict[str, float] = {}
         self.history = History(window_s)
+        self.t: float | None = None
+        """Of the latest sample, by the clock of who tells it."""
         self._growth = Growth()
 
     @property
@@ -40,6 +42,7 @@ class Load:
             for bound, count in pairs:
                 flat[f"{name}<{'' if bound is None else repr(bound)}"] = count
         reset = self._growth.take(flat)
+        self.t = event.t
         self.history.add(event.t, self._growth.grown)
         return reset
 
@@ -92,6 +95,8 @@ class EngineState:
         self._points: deque[Point] = deque(maxlen=POINTS)
         self._progress: tuple[float | None, float] = (None, now)
         self._drafts: dict[str, float] = {}
+        self._tokens: dict[str, tuple[float, float]] = {}
+        """Time and tokens of the sample that the strip chart's last point with a rate ended at, by label."""
         self._alarms = {"kv": Alarm(KV_USE_SHARE), "waiting": Alarm(WAITING_PER_RUNNING), "stalled": Alarm(STALLED_S)}
 
     def held(self) -> int:
@@ -188,40 +193,65 @@ class EngineState:
         losing = [arm for arm in relaxed if arm.verdict == "loss"]
         return max(losing or relaxed or self.arms, key=lambda arm: arm.steps, default=None)
 
+    def rule(self, rounds: Mapping[str, int]) -> str | None:
+        """Whose rounds are shown, of those that are counted by rule: what the lead arm's requests run under; where no arm is
+        relaxed, the rule with most rounds."""
+        lead = self.lead()
+        return most_used(rounds) if lead is None or lead.arm == STRICT else _runs(lead)
+
     def tick(self, now: float, every_s: float) -> None:
         """A point of the strip charts, once in ``every_s``."""
         if self._points and now - self._points[-1].t < every_s * 0.99:
             return
         lead = self.lead()
-        rounds, accepted = map(float, self.spec.recent)
-        self.spec.recent = [0, 0]
-        drafts = {name: self._grown(name) for name in ("drafts", "accepted", "tokens_out")}
+        recent, self.spec.recent = self.spec.recent, {}
+        rounds, accepted = map(float, recent.get(self.rule({name: n for name, (n, _) in recent.items()}) or "", (0, 0)))
+        drafts = {name: self._grown(name) for name in ("drafts", "accepted")}
         change = {name: value - self._drafts.get(name, value) for name, value in drafts.items() if value is not None}
         self._drafts = {name: value for name, value in drafts.items() if value is not None}
-        if not rounds and change.get("drafts"):
+        if not self.spec.told and self._unmixed() and change.get("drafts"):
             rounds, accepted = change["drafts"], change.get("accepted", 0.0)
         fresh = self.state in ("ok", "slow")
         ratio = lead.length_ratio if lead is not None and fresh else None
-        span = now - self._points[-1].t if self._points else every_s
+        rate = self._sampled_rate()
         self._points.append(
             Point(
                 now, ratio.value if ratio else None, ratio.low if ratio else None, ratio.high if ratio else None,
                 lead.gain if lead is not None and fresh else None, accepted / rounds if rounds else None,
-                change["tokens_out"] / span if fresh and "tokens_out" in change and span > 0 else None,
+                rate if fresh else None,
             )
         )  # fmt: skip
 
-    def series(self, every_s: float) -> Series:
-        return Series(self.key, every_s, tuple(self._points))
+    def _sampled_rate(self) -> float | None:
+        """Tokens a second between the samples that came since the last point and the one before them; None if none came, as what
+        went on since then is not known yet."""
+        rate = None
+        for label, load in self.loads.items():
+            tokens, before = load.grown.get("tokens_out"), self._tokens.get(label)
+            if tokens is None or load.t is None or (before is not None and before[0] == load.t):
+                continue
+            if before is not None and load.t > before[0]:
+                rate = (rate or 0.0) + (tokens - before[1]) / (load.t - before[0])
+            self._tokens[label] = load.t, tokens
+        return rate
 
-    def row(self, name: str, now: float, whole: RoundsSlot) -> EngineRow:
+    def series(self, every_s: float) -> Series:
+        """``every_s``: where there are no two points yet."""
+        points = tuple(self._points)
+        if len(points) >= 2:
+            every_s = (points[-1].t - points[0].t) / (len(points) - 1)
+        return Series(self.key, every_s, points)
+
+    def row(self, name: str, now: float, rules: Mapping[str, RoundsSlot]) -> EngineRow:
         lead, steps = self.lead(), self._window(now)
         span = self._span(now)
         drafts, accepted, drafted = (self._delta(n) for n in ("drafts", "accepted", "drafted"))
-        length = None
+        length, whole = None, self._shown_rounds(rules)[1]
         if whole.rounds:
             length = whole.accepted / whole.rounds
             drafted, accepted = whole.drafted, whole.accepted
+        elif rules or not self._unmixed():
+            drafted = accepted = None
         elif drafts and accepted is not None:
             length = accepted / drafts
         while self._ttlt and self._ttlt[0][0] < now - self.window_s:
@@ -236,7 +266,7 @@ class EngineState:
         return EngineRow(
             key=self.key, name=name, source=self.source, model=self.model, state=self.state, since_t=self.since_t,
             seen_t=self.seen_t, why=self.why, arm=lead.arm if lead else None,
-            rule=None if lead is None else lead.pinned or (lead.arm if lead.on else STRICT),
+            rule=None if lead is None else _runs(lead),
             workload=lead.workload if lead else None,
             verdict=lead.verdict if lead else None, accepted_length=length, gain=lead.gain if lead else None,
             length_ratio=lead.length_ratio if lead else None, rounds_ratio=lead.rounds_ratio if lead else None,
@@ -253,10 +283,11 @@ class EngineState:
             acceptance_share=accepted / drafted if drafted and accepted is not None else None, finish_reasons=self._reasons(),
         )  # fmt: skip
 
-    def speculation(self, now: float, whole: RoundsSlot) -> Speculation:
-        shown = self.spec.shown(self.key, whole, now, self.arms)
+    def speculation(self, now: float, rules: Mapping[str, RoundsSlot]) -> Speculation:
+        rule, whole = self._shown_rounds(rules)
+        shown = self.spec.shown(self.key, rule, whole, now, self.arms)
         drafts = self._delta("drafts")
-        if whole.rounds or not drafts:
+        if rules or not drafts:
             return shown
         accepted, drafted = self._delta("accepted") or 0.0, self._delta("drafted") or 0.0
         names = sorted((n for load in self.loads.values() for n in load.history.names("accepted_at/")), key=_position)
@@ -267,8 +298,17 @@ class EngineState:
             lost_frames=shown.lost_frames, tts=shown.tts, arms=self.arms,
         )  # fmt: skip
 
-    def rounds(self, now: float) -> RoundsSlot:
+    def rounds(self, now: float) -> dict[str, RoundsSlot]:
+        """Of the window, by rule."""
         return self.spec.window(now)
+
+    def _shown_rounds(self, rules: Mapping[str, RoundsSlot]) -> tuple[str | None, RoundsSlot]:
+        rule = self.rule({name: slot.rounds for name, slot in rules.items()})
+        return rule, rules.get(rule or "", RoundsSlot()) if rule is not None else RoundsSlot()
+
+    def _unmixed(self) -> bool:
+        """The engine's own counters know no rules, so they say nothing of one arm beside others."""
+        return all(arm.arm == STRICT for arm in self.arms)
 
     def _window(self, now: float) -> _Steps:
         whole = _Steps()
@@ -319,6 +359,11 @@ class EngineState:
         names = {name for load in self.loads.values() for name in load.history.names("finished/")}
         found = [(name.partition("/")[2], int(n)) for name in names if (n := self._delta(name))]
         return tuple(sorted(found, key=lambda item: (-item[1], item[0])))
+
+
+def _runs(arm: ArmRow) -> str:
+    """What new requests of an arm run under; an operator's pin goes before the guard's switch."""
+    return arm.pinned or (arm.arm if arm.on else STRICT)
 
 
 def _total(values: Iterable[float | None]) -> float | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -13,15 +12,20 @@ from agentguard.monitor.model import Model
 from agentguard.telemetry.hub import Hub
 from agentguard.telemetry.recorder import record
 
+MARK_S = 0.05
+"""What comes from one source within this time bears one mark, in a recording."""
+
 
 class Feed:
-    """Every word of every source goes through here, so that a recording holds what was shown and from whom it came."""
+    """Every word of every source goes through here, so that a recording holds what was shown, from whom it came and when."""
 
-    def __init__(self, model: Model, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, model: Model, clock: Callable[[], float] | None = None) -> None:
+        """``clock``: the model's own if none is given."""
         self.model = model
-        self.clock = clock
+        self.clock = clock or model.clock
         self._hub = Hub()
         self._marked = ""
+        self._marked_t = 0.0
         self._down: set[str] = set()
         self._early: list[Event] | None = None
         """What came before the file was open; None once it is."""
@@ -35,11 +39,11 @@ class Feed:
         if source in self._down:
             self._down.discard(source)
             self._mark(source)
+        if self.recording is not None and (self._marked != source or self.clock() - self._marked_t >= MARK_S):
+            self._mark(source)
         for event in events:
             self.model.take(source, event)
             if self.recording is not None:
-                if self._marked != source:
-                    self._mark(source)
                 self._record_one(event)
 
     def trouble(self, source: str, error: str, retry_s: float | None = None) -> None:
@@ -49,10 +53,10 @@ class Feed:
             self._mark(source, error)
 
     def _mark(self, source: str, error: str = "") -> None:
-        self._marked = source
+        self._marked, self._marked_t = source, self.clock()
         if self.recording is not None:
             kind, state = self.model.sources[source].kind, "down" if error else "ok"
-            self._record_one(FromSource(t=self.clock(), source=source, kind=kind, state=state, error=error))
+            self._record_one(FromSource(t=self._marked_t, source=source, kind=kind, state=state, error=error, arrived=True))
 
     def _record_one(self, event: Event) -> None:
         if self._early is None:

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -14,6 +15,7 @@ import httpx2
 
 from agentguard.engines.http import http_client
 from agentguard.errors import ActionRefusedError
+from agentguard.monitor.clock import steady
 from agentguard.monitor.feed import Feed
 from agentguard.monitor.model import Model
 from agentguard.monitor.options import DEFAULT_GATEWAY, Options
@@ -62,6 +64,9 @@ class LiveMonitor:
     def seek(self, t: float) -> None:
         """Nothing: the present cannot be moved."""
 
+    async def seek_to(self, t: float) -> None:
+        """Nothing, as with `seek`."""
+
     def set_speed(self, speed: float) -> None:
         """Nothing, as with `seek`."""
 
@@ -103,8 +108,13 @@ class PlayedMonitor:
     def __init__(self, options: Options, player: Player) -> None:
         self.options = options
         self.player = player
+        self._moving: asyncio.Task[None] | None = None
+        self._held: Snapshot | None = None
+        """What is shown while it is moved."""
 
     def snapshot(self) -> Snapshot:
+        if self._held is not None:
+            return replace(self._held, playback=self.player.state())
         self.player.advance()
         script = self.player.script
         if self.options.content and isinstance(script, SimulatorScript):
@@ -124,7 +134,39 @@ class PlayedMonitor:
         """Nothing: what is played has its own times."""
 
     def seek(self, t: float) -> None:
-        self.player.seek(t)
+        if self._moving is None:
+            self.player.seek(t)
+        else:
+            self.player.target_t, self.player.hurry = self.player.within(t), True
+
+    async def seek_to(self, t: float) -> None:
+        if self._moving is None:
+            self._held = self.snapshot()
+            self.player.target_t = self.player.within(t)
+            self._moving = asyncio.create_task(self._move(), name="seek")
+        else:
+            self.seek(t)
+        await asyncio.shield(self._moving)
+
+    async def _move(self) -> None:
+        player = self.player
+        try:
+            while True:
+                target, player.hurry = player.target_t, False
+                if target is None:
+                    return
+                await asyncio.to_thread(player.seek, target)
+                if not player.hurry:
+                    return
+        finally:
+            self._held = self._moving = player.target_t = None
+            player.hurry = False
+
+    async def close(self) -> None:
+        """Leave a `seek_to` that is under way; returns once its thread has ended."""
+        if self._moving is not None:
+            self.player.target_t, self.player.hurry = None, True
+            await asyncio.gather(self._moving, return_exceptions=True)
 
     def set_speed(self, speed: float) -> None:
         self.player.set_speed(speed)
@@ -157,17 +199,24 @@ class PlayedMonitor:
             raise ActionRefusedError("this monitor was started with --readonly")
         if not isinstance(self.player.script, SimulatorScript):
             raise ActionRefusedError("a recording cannot be acted on")
+        if self._moving is not None:
+            raise ActionRefusedError("it is being moved to another time; try again once it is there")
         return self.player.script
 
 
 @asynccontextmanager
 async def open_monitor(
-    options: Options, *, clock: Callable[[], float] = time.time
+    options: Options, *, clock: Callable[[], float] | None = None
 ) -> AsyncIterator[LiveMonitor | PlayedMonitor]:  # fmt: skip
     """A monitor of what the options name; it reads until the block ends. Raises ConfigError."""
+    clock = clock or steady()
     make = partial(_model, options)
     if options.replay is not None or options.demo is not None:
-        yield PlayedMonitor(options, await asyncio.to_thread(_player, options, make, clock))
+        played = PlayedMonitor(options, await asyncio.to_thread(_player, options, make, clock))
+        try:
+            yield played
+        finally:
+            await played.close()
         return
     model = make(clock)
     feed = Feed(model, clock)

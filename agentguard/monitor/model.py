@@ -1,12 +1,11 @@
 """The monitor's model: events and scrapes go in, snapshots come out. Pure but for the clock, which is given; no task, no IO.
 
 Times are the clock's: an event counts when it arrives, as clocks of other machines differ; only what is said to have happened
-earlier (a session's past) does not count to the present window.
+earlier (a session's past) does not count to the present window. The clock must not go back (`clock.steady`).
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -32,6 +31,7 @@ from agentguard.events import (
     VerificationStep,
 )
 from agentguard.monitor import words
+from agentguard.monitor.clock import steady
 from agentguard.monitor.engines import EngineState
 from agentguard.monitor.log import Log
 from agentguard.monitor.sessions import SessionStates
@@ -41,6 +41,7 @@ from agentguard.telemetry.rounds import RoundCollector
 
 SESSIONS_KEPT = 1000
 POINT_S = 1.0
+"""The shortest time between two points of the strip charts; a monitor that looks less often has one a look."""
 _BAD_CLOSES = ("loop", "deadline", "session")
 
 
@@ -64,10 +65,10 @@ class Model:
     """``interval_s``: between two words of a healthy source; a source is stale after 3 of them, at least `STALE_S`."""
 
     def __init__(
-        self, *, clock: Callable[[], float] = time.time, window_s: float = 60.0, interval_s: float = 1.0,
+        self, *, clock: Callable[[], float] | None = None, window_s: float = 60.0, interval_s: float = 1.0,
         sessions_kept: int = SESSIONS_KEPT,
     ) -> None:  # fmt: skip
-        self.clock = clock
+        self.clock = clock or steady()
         self.window_s = window_s
         self.interval_s = interval_s
         self.sources: dict[str, _Source] = {}
@@ -160,7 +161,7 @@ class Model:
 
     def _ready(self, source: _Source, event: EngineReady, now: float) -> None:
         engine = self._engine(source)
-        fresh = engine.model != event.model or bool(engine.died)
+        fresh = engine.model != event.model or (bool(engine.died) and event.t >= engine.died_t)
         engine.model, engine.window_tokens, engine.has_steps = event.model, event.max_model_len, True
         engine.band = (event.f_min, event.f_max)
         engine.alive(now, event.t)
@@ -170,7 +171,10 @@ class Model:
 
     def _died(self, source: _Source, event: EngineDied, now: float) -> None:
         engine = self._engine(source)
+        told = engine.died_t == event.t
         engine.died, engine.died_t = event.reason, event.t
+        if told:
+            return  # a gateway that is asked again says so again
         self.log.say(now, "alarm", "engine_died", f"engine {event.engine} ended: {event.reason}", engine=engine.key)
 
     def _metrics(self, source: _Source, event: EngineMetrics, now: float) -> None:
@@ -219,13 +223,14 @@ class Model:
         self.log.say(now, "good" if event.on else "warning", "rule_switched", text, engine=engine.key)
 
     def _learned(self, source: _Source, event: DraftUpdated, now: float) -> None:
-        source.collector.see(event)
-        self._engine(source).spec.learned(event)
+        if self._engine(source).spec.learned(event):
+            source.collector.see(event)
 
     def _tts(self, source: _Source, event: TtsChanged, now: float) -> None:
-        source.collector.see(event)
         engine = self._engine(source)
-        engine.spec.learned(event)
+        if not engine.spec.learned(event):
+            return
+        source.collector.see(event)
         severity: Severity = "warning" if event.state in ("rolled_back", "off", "restarting", "skipped") else "info"
         text = f"TTS {event.state.replace('_', ' ')}: {event.reason}"
         self.log.say(now, severity, "tts_changed", text, same=event.state, engine=engine.key)
@@ -285,7 +290,8 @@ class Model:
         )  # fmt: skip
 
     def _session_alarm(self, source: _Source, event: SessionAlarm, now: float) -> None:
-        self.sessions.alarmed(source.name, event, now)
+        if not self.sessions.alarmed(source.name, event, now):
+            return
         entry = self.sessions.entry(source.name, event.session, now)
         what = "stopped" if event.stopped else "warned"
         text = f"{entry.id} {what}: {event.meter.replace('_', ' ')} {event.value} of {event.limit}"
@@ -309,7 +315,8 @@ class Model:
         sessions = self._session_rows()
         return Snapshot(
             number=self._number, t=now, verdict=verdict(sources, engines, sessions, speculation, now), sources=sources,
-            engines=engines, series=tuple(engine.series(POINT_S) for engine in self.engines.values()), sessions=sessions,
+            engines=engines, series=tuple(engine.series(max(POINT_S, self.interval_s)) for engine in self.engines.values()),
+            sessions=sessions,
             sessions_hidden=self.sessions.forgotten, speculation=speculation,
             arms=tuple(arm for engine in self.engines.values() for arm in engine.arms), events=self.log.lines(), playback=playback,
             recording=recording,

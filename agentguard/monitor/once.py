@@ -7,6 +7,7 @@ import msgspec
 from agentguard.monitor.live import PlayedMonitor, open_monitor
 from agentguard.monitor.options import Options
 from agentguard.monitor.snapshot import EngineRow, Snapshot
+from agentguard.monitor.words import clean
 
 OK, FINDING, RETRY = 0, 1, 3
 SAMPLES = 2
@@ -35,8 +36,8 @@ def as_json(snapshot: Snapshot) -> str:
 
 
 def as_text(snapshot: Snapshot) -> str:
-    """The verdict, and a line an engine."""
-    return "\n".join([f"{snapshot.verdict.severity}: {snapshot.verdict.text}", *map(_line, snapshot.engines)])
+    """The verdict, and a line an engine; for a terminal."""
+    return "\n".join(map(clean, [f"{snapshot.verdict.severity}: {snapshot.verdict.text}", *map(_line, snapshot.engines)]))
 
 
 def _line(engine: EngineRow) -> str:

@@ -28,8 +28,8 @@ class Script(Protocol):
 
     def restart(self) -> None: ...
 
-    def advance(self, t: float) -> Iterable[tuple[str, Event]]:
-        """What happened since the last call and up to ``t``, with the source that told it."""
+    def advance(self, t: float) -> Iterable[tuple[float, str, Event]]:
+        """What happened since the last call and up to ``t``: when, the source that told it, and what."""
         ...
 
 
@@ -42,8 +42,8 @@ class RecordingScript:
     def __init__(self, path: Path) -> None:
         self.path = path
         times = [math.inf, -math.inf]
-        for event in self._events():
-            times = [min(times[0], event.t), max(times[1], event.t)]
+        for t, _, _ in self._dated():
+            times = [min(times[0], t), max(times[1], t)]
         if times[0] > times[1]:
             raise ConfigError("replay", str(path), "holds no event; give a file of --record or of a study's --events")
         self.start_t, self.end_t = times
@@ -55,23 +55,29 @@ class RecordingScript:
         except OSError as error:
             raise ConfigError("replay", str(self.path), f"cannot be read ({error.strerror}); give a recording") from None
 
-    def restart(self) -> None:
-        self._reader = self._events()
-        self._held: Event | None = None
-        self._source = self.path.name
-
-    def advance(self, t: float) -> Iterator[tuple[str, Event]]:
-        while True:
-            event = self._held if self._held is not None else next(self._reader, None)
-            self._held = None
-            if event is None:
-                return
-            if event.t > t:
-                self._held = event
-                return
+    def _dated(self) -> Iterator[tuple[float, str, Event]]:
+        """With the time at which each came, which is its own only where the recording does not say when it came."""
+        source, arrived = self.path.name, False
+        t = 0.0
+        for event in self._events():
             if isinstance(event, FromSource):
-                self._source = event.source
-            yield self._source, event
+                source, arrived, t = event.source, event.arrived, event.t
+            yield t if arrived else event.t, source, event
+
+    def restart(self) -> None:
+        self._reader = self._dated()
+        self._held: tuple[float, str, Event] | None = None
+
+    def advance(self, t: float) -> Iterator[tuple[float, str, Event]]:
+        while True:
+            found = self._held if self._held is not None else next(self._reader, None)
+            self._held = None
+            if found is None:
+                return
+            if found[0] > t:
+                self._held = found
+                return
+            yield found
 
 
 class SimulatorScript:
@@ -86,8 +92,8 @@ class SimulatorScript:
     def restart(self) -> None:
         self.simulator = Simulator(self._scenario, seed=self._seed, start=self.start_t)
 
-    def advance(self, t: float) -> Iterable[tuple[str, Event]]:
-        return self.simulator.advance(t)
+    def advance(self, t: float) -> Iterable[tuple[float, str, Event]]:
+        return ((event.t, source, event) for source, event in self.simulator.advance(t))
 
 
 class Player:
@@ -101,6 +107,10 @@ class Player:
         self._wall_t = wall()
         self.at_t = self._cursor_t = script.start_t
         self.model = make(self.now)
+        self.target_t: float | None = None
+        """Where it is being moved to while that takes a thread: then nothing else may play, and this is where it stands."""
+        self.hurry = False
+        """Leave what is being played, as another time was asked for."""
         self._sampled = 0
         self._play(script.start_t)
 
@@ -108,11 +118,13 @@ class Player:
         return self._cursor_t
 
     def state(self) -> Playback:
-        ended = self.at_t >= self.script.end_t
-        return Playback(self.script.start_t, self.script.end_t, self.at_t, self.speed, self.paused, ended)
+        at = self.at_t if self.target_t is None else self.target_t
+        return Playback(self.script.start_t, self.script.end_t, at, self.speed, self.paused, at >= self.script.end_t)
 
     def advance(self) -> None:
-        """Play what the passed time asks for."""
+        """Play what the passed time asks for; nothing while it is moved."""
+        if self.target_t is not None:
+            return
         wall = self._wall()
         passed, self._wall_t = wall - self._wall_t, wall
         if not self.paused:
@@ -127,20 +139,27 @@ class Player:
         self.paused = paused
 
     def seek(self, t: float) -> None:
-        """Go to a time. Backwards everything is played again from the beginning, as sums cannot be taken apart."""
-        t = min(self.script.end_t, max(self.script.start_t, t))
-        self._wall_t = self._wall()
+        """Go to a time. Backwards everything is played again from the beginning, as sums cannot be taken apart: of ten minutes of
+        single rounds that takes seconds."""
+        t = self.within(t)
         if t < self.at_t:
             self.script.restart()
             self.at_t = self._cursor_t = self.script.start_t
             self._sampled = 0
             self.model = self._make(self.now)
         self._play(t)
+        self._wall_t = self._wall()
+
+    def within(self, t: float) -> float:
+        return min(self.script.end_t, max(self.script.start_t, t))
 
     def _play(self, t: float) -> None:
         second = math.floor(self.at_t) + 1.0
         while second <= t:
+            if self.hurry:
+                return
             self._take(second)
+            self.at_t = second
             if t - second <= POINTS_S:
                 self.model.tick()
             second += 1.0
@@ -149,8 +168,8 @@ class Player:
 
     def _take(self, t: float) -> None:
         model = self.model
-        for source, event in self.script.advance(t):
-            self._cursor_t = max(self._cursor_t, event.t)
+        for at, source, event in self.script.advance(t):
+            self._cursor_t = max(self._cursor_t, at)
             model.add_source(source, self._kind(event), can_act=self.script.kind == "simulator")
             if isinstance(event, FromSource):
                 if event.error:

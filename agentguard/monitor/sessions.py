@@ -49,6 +49,8 @@ class SessionEntry:
         self.context: int | None = None
         self.compact = False
         self.alarm: SessionAlarm | None = None
+        self.warned: dict[str, tuple[int, bool]] = {}
+        """Limit, and whether it was stopped there, by meter: what was told of it."""
         self.error = ""
         self.observed: dict[str, SessionSums] = {}
         """Its sums by rule, for `observed.Observed`."""
@@ -243,15 +245,21 @@ class SessionStates:
         entry.touch(t)
         entry.context, entry.compact = event.context_tokens, True
 
-    def alarmed(self, source: str, event: SessionAlarm, t: float) -> None:
+    def alarmed(self, source: str, event: SessionAlarm, t: float) -> bool:
+        """Returns whether it is news. A gateway tells each once, and again to a reader that comes again, of a session that may have
+        ended long ago; so it is no sign of life."""
         entry = self.entry(source, event.session, t)
-        entry.touch(t)
+        entry.touch(entry.last_t)
         entry.alarm = event
+        news = entry.warned.get(event.meter) != (event.limit, event.stopped)
+        entry.warned[event.meter] = event.limit, event.stopped
+        return news
 
     def raised(self, source: str, session: str) -> None:
         entry = self.entries.get(f"{source}|{session}")
         if entry is not None:
             entry.alarm = None
+            entry.warned.clear()
             entry.touch(entry.last_t)
 
     def progress(self, source: str, event: StepsRunning, t: float) -> None:

@@ -98,7 +98,8 @@ class EngineRow:
     workload: str | None = None
     verdict: ArmVerdict | None = None
     accepted_length: float | None = None
-    """ℓ, over ``window_s`` (from telemetry, else from the engine's counters)."""
+    """ℓ over ``window_s`` of the rounds under ``rule``, of all classes; None if it had none. Where no arm is relaxed, of the rule
+    with most rounds, and without telemetry of all rounds, from the engine's counters."""
     gain: float | None = None
     length_ratio: Ratio | None = None
     rounds_ratio: Ratio | None = None
@@ -131,15 +132,15 @@ class EngineRow:
     rejections_per_s: float | None = None
     prefix_hit_share: float | None = None
     acceptance_share: float | None = None
-    """Accepted of drafted tokens."""
+    """Accepted of drafted tokens, of the same rounds as ℓ."""
     finish_reasons: tuple[tuple[str, int], ...] = ()
     """Requests that ended, by reason, most first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One point of the strip charts, of ``every_s`` seconds that end at ``t``. length_ratio and gain are the economics' at that
-    moment; accepted_length is of the span."""
+    """One point of the strip charts, of the time since the one before up to ``t``. length_ratio and gain are the economics' at that
+    moment; accepted_length is of the span's rounds under the rule of `EngineRow.accepted_length`."""
 
     t: float
     length_ratio: float | None
@@ -148,11 +149,13 @@ class Point:
     gain: float | None
     accepted_length: float | None
     tokens_out_per_s: float | None = None
+    """Between two samples of the engine's counter, at the point after the second; None where no new one came."""
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """The strip charts of one engine, oldest point first; a gap has points of None."""
+    """The strip charts of one engine, oldest point first; a gap has points of None. ``every_s``: seconds between two points, on
+    average; a second, or an interval where that is longer."""
 
     engine: str
     every_s: float
@@ -236,7 +239,7 @@ class Bin:
 @dataclass(frozen=True, slots=True)
 class PositionPoint:
     """Output tokens [low, high) of a request: ℓ with the learning draft (``live``) and with the one without TTS (``frozen``), each
-    with the rounds it is the mean of. Since the monitor began, not over the window."""
+    with the rounds it is the mean of, under `Speculation.rule`. Since the monitor began, not over the window."""
 
     low: int
     high: int
@@ -248,7 +251,8 @@ class PositionPoint:
 
 @dataclass(frozen=True, slots=True)
 class Tts:
-    """The draft that learns. The overlaps are means of a round's first row (see events.DraftUpdated)."""
+    """The draft that learns. ``gain`` and the overlaps are of all rules, the overlaps means of a round's first row (see
+    events.DraftUpdated)."""
 
     state: TtsState
     since_t: float
@@ -272,8 +276,12 @@ class Tts:
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """One engine's speculation over the last ``window_s``; ``rounds`` says how many verifications that are, 0 when none was seen
-    (then all else is None or empty).
+    """One engine's speculation under one rule over the last ``window_s``; ``rounds`` says how many verifications that are, 0 when
+    none was seen (then all else is None or empty).
+
+    ``rule`` is that of the engine's row (`EngineRow.rule`), or the one with most rounds where no arm is relaxed; ℓ, the positions,
+    the bins, the fates and the curve over the output are of its rounds alone, whichever class they are of. None: no rule is known,
+    so all rounds, from /metrics.
 
     ``by_position``: share of rounds that accepted draft position i; ``strict_by_position``: what strict would have accepted of the
     same drafts. From /metrics alone there are no bins and no strict.

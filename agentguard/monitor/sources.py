@@ -13,7 +13,7 @@ import msgspec
 
 from agentguard.engines.http import http_client
 from agentguard.errors import ActionRefusedError
-from agentguard.events import EconomicsReport, Event, arm_reports, decode_frame, decode_json
+from agentguard.events import ArmReport, EconomicsReport, Event, decode_frame, decode_json
 from agentguard.monitor.feed import Feed
 from agentguard.telemetry import exposition
 
@@ -70,8 +70,9 @@ class _Source:
                     error = f"{type(failure).__name__}: {failure}" if str(failure) else type(failure).__name__
                 except (SourceError, httpx2.SSEError) as failure:
                     error = str(failure)
-                except (msgspec.MsgspecError, ValueError, KeyError) as failure:
-                    error = f"it tells something that cannot be read ({failure}); is it a gateway of another version?"
+                except Exception as failure:
+                    # whatever a server answers is shown and asked for again; nothing of it may end the reading
+                    error = f"it tells something that cannot be read ({_reason(failure)}); is it a gateway of another version?"
                 wait = self.backoff.again()
                 self.feed.trouble(self.name, error, wait)
                 await self._sleep(wait)
@@ -143,7 +144,7 @@ class GatewaySource(_Source):
         while True:
             response = await self.client.get("/guard/v1/economics")
             await _check(response, "/guard/v1/economics")
-            rows = arm_reports(response.json()["rows"])
+            rows = msgspec.json.decode(response.content, type=_Economics).rows
             self.feed.take(self.name, [EconomicsReport(t=self.feed.clock(), rows=rows)], sample=True)
             self.backoff.worked()
             await self._sleep(ECONOMICS_S)
@@ -172,7 +173,8 @@ class TailReader:
     """The latest words of a gateway's running traces, asked for every second or interval; they go into the snapshot and nowhere
     else.
 
-    A gateway that gives none is not asked again; that is told in the event log.
+    A gateway that gives none (403, or 404 of one without the route) is not asked again; all else is. What was wrong is told in the
+    event log once, and no old words stay.
     """
 
     def __init__(
@@ -183,27 +185,52 @@ class TailReader:
         self._sleep = sleep
 
     async def run(self) -> None:
-        source, model = self._source, self._source.feed.model
+        source, content = self._source, self._source.feed.model.content
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else None
         async with http_client(source.name, headers=headers, timeout=httpx2.Timeout(CONNECT_S)) as client:
+            told = ""
             while True:
+                ends, wrong = False, ""
                 try:
                     response = await client.get("/agentguard/tails")
-                    if response.status_code != 200:
-                        told = f"{source.name} gives no content ({response.status_code}): {_said(response)}"
-                        model.log.say(source.feed.clock(), "info", "source", told)
-                        return
-                    model.content[source.name] = response.json()["tails"]
+                    ends = response.status_code in (403, 404)
+                    if response.status_code == 200:
+                        content[source.name] = msgspec.json.decode(response.content, type=_Tails).tails
+                    else:
+                        wrong = f"{source.name} gives no content ({response.status_code}): {_said(response)}"
                 except httpx2.TransportError:
-                    model.content.pop(source.name, None)  # the stream's own outage says why
+                    content.pop(source.name, None)  # the stream's own outage says why
+                except (httpx2.HTTPError, msgspec.MsgspecError, ValueError, RecursionError) as failure:
+                    wrong = f"content of {source.name} cannot be read: {_reason(failure)}"
+                if wrong:
+                    content.pop(source.name, None)
+                if wrong and wrong != told:
+                    source.feed.model.log.say(source.feed.clock(), "info", "source", wrong)
+                told = wrong
+                if ends:
+                    return
                 await self._sleep(max(1.0, source.interval_s))
+
+
+class _Tails(msgspec.Struct):
+    tails: dict[str, str]
+
+
+class _Economics(msgspec.Struct):
+    rows: list[ArmReport]
+
+
+def _reason(failure: Exception) -> str:
+    """Short enough for a line; the kind where the message alone would not say what went wrong."""
+    said = str(failure)[:200]
+    return said if isinstance(failure, msgspec.MsgspecError) and said else f"{type(failure).__name__}: {said}".rstrip(": ")
 
 
 def _said(response: httpx2.Response) -> str:
     """The message of an error of a gateway, else the beginning of what came."""
     try:
-        return str(response.json()["error"]["message"])
-    except (ValueError, KeyError, TypeError):
+        return str(response.json()["error"]["message"])[:200]
+    except (ValueError, KeyError, TypeError, RecursionError):
         return response.text[:120]
 
 
@@ -211,11 +238,13 @@ async def act(client: httpx2.AsyncClient, route: str, body: Mapping[str, Any]) -
     """An operator's action. Raises ActionRefusedError with what the gateway said."""
     try:
         response = await client.post(route, json=dict(body))
-    except httpx2.TransportError as error:
+    except httpx2.HTTPError as error:
         raise ActionRefusedError(f"the gateway does not answer ({type(error).__name__})") from None
     if response.status_code == 404 and route in ("/agentguard/close", "/agentguard/sessions/limit"):
         raise ActionRefusedError("nothing there to act on: it has ended, or the gateway has forgotten it")
     if response.status_code != 200:
         raise ActionRefusedError(f"the gateway refused it ({response.status_code}): {_said(response)}")
-    told: dict[str, Any] = response.json()
-    return told
+    try:
+        return msgspec.json.decode(response.content, type=dict[str, Any])
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise ActionRefusedError(f"the gateway answered something that cannot be read ({error})") from None

@@ -8,6 +8,8 @@ from agentguard.monitor import words
 from agentguard.monitor.snapshot import ArmRow, EngineRow, SessionRow, SourceRow, Speculation, VerdictLine
 
 STRICT = "strict"
+LATELY_S = 180.0
+"""A session that ran within this time still counts; an abandoned one is in the list, but not what is wrong now."""
 _BAD = ("looping", "stopped", "growing", "failed")
 
 
@@ -20,7 +22,7 @@ def verdict(
     return (
         _gone(sources, engines, now)
         or _losing(engines, speculation, names, now, switched=False)
-        or _running_away(sessions, names)
+        or _running_away(sessions, names, now)
         or _losing(engines, speculation, names, now, switched=True)
         or _slow(engines, now)
         or _learning(speculation, names)
@@ -77,8 +79,11 @@ def _why(arm: ArmRow) -> str:
     return arm.reason
 
 
-def _running_away(sessions: Sequence[SessionRow], names: dict[str, str]) -> VerdictLine | None:
-    bad = [session for session in sessions if session.state in _BAD]
+def _running_away(sessions: Sequence[SessionRow], names: dict[str, str], now: float) -> VerdictLine | None:
+    bad = [
+        session for session in sessions
+        if session.state in _BAD and (session.phase != "idle" or now - session.last_t < LATELY_S)
+    ]  # fmt: skip
     if not bad:
         return None
     worst = min(bad, key=lambda session: (_BAD.index(session.state), session.since_t))

@@ -56,6 +56,8 @@ class History:
 
     def add(self, t: float, grown: Mapping[str, float]) -> None:
         samples = self._samples
+        if samples and t < samples[-1][0]:
+            samples.clear()  # its clock was set back, so what lies between is not known
         if len(samples) >= 2 and t - samples[-2][0] < self._window_s / KEPT:
             samples.pop()
         samples.append((t, dict(grown)))
@@ -132,6 +134,9 @@ class Ring(Generic[T]):
 
     def __len__(self) -> int:
         return len(self._slots)
+
+    def __iter__(self) -> Iterator[T]:
+        return (slot for _, slot in self._slots)
 
     def at(self, t: float) -> T:
         """The slot to add to at time ``t``; a time before the newest slot's is taken as that one's."""

@@ -1,4 +1,4 @@
-"""Numbers, ages and rules in words, as the verdict and the event log say them."""
+"""Numbers, ages and rules in words, as the verdict and the event log say them; and making words of others harmless."""
 
 from __future__ import annotations
 
@@ -47,6 +47,11 @@ def support(text: str | None) -> tuple[float | None, int | None]:
 def model(name: str | None) -> str:
     """A model's name without its path."""
     return (name or "").rstrip("/").rsplit("/", 1)[-1] or "unknown model"
+
+
+def clean(text: str) -> str:
+    """Names that clients chose must not reach a terminal raw: control characters act there, and bidirectional ones turn lines."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else "?" for c in text)
 
 
 def plural(n: int, one: str, many: str = "") -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import OrderedDict
+from collections.abc import Iterator
 
 from agentguard.economics.cells import POSITIONS
 from agentguard.events import (
@@ -31,6 +32,8 @@ OUTPUT_BIN = 64
 """Output tokens a bin of the curve over output positions."""
 OUTPUT_BINS = 64
 """Bins told apart; what is beyond them counts to the last."""
+RULES = 16
+"""Rules told apart; further ones are summed together, as rule ""."""
 REQUESTS = 4096
 """Requests whose output position is known; the one that began first is forgotten first."""
 _STRICT, _RELAXED, _CUT, _REJECTED = range(4)
@@ -41,13 +44,14 @@ class RoundCollector:
     """Collects the rounds of a hub's engines between two takes. Bounded: sums, and one small row a request that ran."""
 
     def __init__(self) -> None:
-        self._sums: dict[str, _Sums] = {}
+        self._engines: dict[str, _EngineSums] = {}
         self._output: OrderedDict[str, tuple[int, bool]] = OrderedDict()
         self._learning = False
 
     def held(self) -> int:
         """Objects kept."""
-        return len(self._output) + sum(len(sums.requests) for sums in self._sums.values())
+        sums = (one for engine in self._engines.values() for one in engine.rules.values())
+        return len(self._output) + sum(1 + len(one.requests) for one in sums)
 
     def see(self, event: Event) -> None:
         """Take what else the sums depend on: where a request's output begins, and whether the draft learns."""
@@ -61,42 +65,64 @@ class RoundCollector:
             self._learning = event.state in ("live", "skipped", "stopped")
 
     def add(self, frame: VerificationStep) -> None:
-        sums = self._sums.get(frame.engine)
-        if sums is None:
-            sums = self._sums[frame.engine] = _Sums()
-        sums.frames += 1
-        sums.lost += frame.lost
+        engine = self._engines.get(frame.engine)
+        if engine is None:
+            engine = self._engines[frame.engine] = _EngineSums()
+        engine.frames += 1
+        engine.lost += frame.lost
         for verified in frame.requests:
-            sums.add(verified)
+            sums = engine.of(verified.rule_effective) if verified.drafted else None
+            if sums is not None:
+                sums.add(verified)
             self._place(sums, verified)
 
-    def _place(self, sums: _Sums, verified: Verified) -> None:
+    def _place(self, sums: _Sums | None, verified: Verified) -> None:
         known = self._output.get(verified.request)
         if known is None:
             return
         at, learning = known
         self._output[verified.request] = (at + verified.accepted + 1, learning)
+        if sums is None:
+            return
         curve = sums.live if learning else sums.frozen
         place = curve.setdefault(min(at // OUTPUT_BIN, OUTPUT_BINS - 1), [0, 0])
         place[0] += 1
         place[1] += verified.accepted
 
     def take(self, t: float, span_s: float) -> list[RoundSums]:
-        """The sums since the last take, one event an engine that verified something."""
-        taken, self._sums = self._sums, {}
-        return [sums.event(engine, t, span_s) for engine, sums in taken.items()]
+        """The sums since the last take, one event for each engine and rule that verified something."""
+        taken, self._engines = self._engines, {}
+        return [event for name, engine in taken.items() for event in engine.events(name, t, span_s)]
+
+
+class _EngineSums:
+    __slots__ = ("frames", "lost", "rules")
+
+    def __init__(self) -> None:
+        self.frames = self.lost = 0
+        self.rules: dict[str, _Sums] = {}
+
+    def of(self, rule: str) -> _Sums:
+        if rule not in self.rules and len(self.rules) >= RULES:
+            rule = ""
+        return self.rules.setdefault(rule, _Sums())
+
+    def events(self, name: str, t: float, span_s: float) -> Iterator[RoundSums]:
+        frames, lost = self.frames, self.lost
+        for rule, sums in (self.rules or {"": _Sums()}).items():
+            yield sums.event(name, rule, t, span_s, frames, lost)
+            frames = lost = 0
 
 
 class _Sums:
     __slots__ = (
-        "accepted", "by_position", "drafted", "fates", "frames", "frozen", "live", "lost", "probability", "rank", "requests",
-        "rounds", "rule", "strict", "strict_by_position",
+        "accepted", "by_position", "drafted", "fates", "frozen", "live", "probability", "rank", "requests", "rounds", "strict",
+        "strict_by_position",
     )  # fmt: skip
 
     def __init__(self) -> None:
-        self.frames = self.lost = self.rounds = self.drafted = self.accepted = 0
+        self.rounds = self.drafted = self.accepted = 0
         self.strict = 0.0
-        self.rule = ""
         self.by_position = [0] * POSITIONS
         self.strict_by_position = [0.0] * POSITIONS
         self.probability = [[0, 0, 0, 0] for _ in range(PROBABILITY_BINS)]
@@ -107,12 +133,9 @@ class _Sums:
         self.requests: dict[str, list[int]] = {}
 
     def add(self, verified: Verified) -> None:
-        if not verified.drafted:
-            return
         self.rounds += 1
         self.drafted += verified.drafted
         self.accepted += verified.accepted
-        self.rule = verified.rule_effective if verified.rule_effective != "strict" or not self.rule else self.rule
         own = self.requests.setdefault(verified.request, [0, 0, 0])
         own[0] += 1
         own[1] += verified.drafted
@@ -135,11 +158,11 @@ class _Sums:
                 self.probability[min(PROBABILITY_BINS - 1, max(0, int(p * PROBABILITY_BINS)))][column] += 1
                 self.rank[max(0, bisect_right(RANK_EDGES, rank) - 1)][column] += 1
 
-    def event(self, engine: str, t: float, span_s: float) -> RoundSums:
+    def event(self, engine: str, rule: str, t: float, span_s: float, frames: int, lost: int) -> RoundSums:
         deepest = max((i + 1 for i in range(POSITIONS) if self.by_position[i] or self.strict_by_position[i] > 0), default=0)
         return RoundSums(
-            t=t, engine=engine, span_s=span_s, frames=self.frames, lost=self.lost, rounds=self.rounds, drafted=self.drafted,
-            accepted=self.accepted, strict=self.strict, rule=self.rule, by_position=self.by_position[:deepest],
+            t=t, engine=engine, span_s=span_s, frames=frames, lost=lost, rounds=self.rounds, drafted=self.drafted,
+            accepted=self.accepted, strict=self.strict, rule=rule, by_position=self.by_position[:deepest],
             strict_by_position=self.strict_by_position[:deepest], probability=self.probability, rank=self.rank, fates=self.fates,
             live={str(place): sums for place, sums in self.live.items()},
             frozen={str(place): sums for place, sums in self.frozen.items()},

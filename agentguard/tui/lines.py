@@ -17,6 +17,7 @@ from textual.geometry import Region
 from textual.strip import Strip
 from textual.widget import Widget
 
+from agentguard.monitor.words import clean as clean
 from agentguard.tui.glyphs import GLYPHS, plain
 from agentguard.tui.palette import Role
 
@@ -43,11 +44,6 @@ def fit(text: str, width: int, align: Literal["left", "right"] = "left") -> str:
     if size > width:
         return set_cell_size(text, width - 1) + "…" if width > 0 else ""
     return text + " " * (width - size) if align == "left" else " " * (width - size) + text
-
-
-def clean(text: str) -> str:
-    """Control characters in names from clients must not reach the terminal."""
-    return text if text.isprintable() else "".join(c if c.isprintable() else "?" for c in text)
 
 
 def crop(line: Line, width: int) -> Line:
