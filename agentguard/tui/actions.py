@@ -28,6 +28,7 @@ METERS: dict[Meter, str] = {
     "no_progress": "steps without progress: start counting again",
 }
 AUTO = "auto"
+NO_ENGINE = "nothing to act on: the chosen row has no engine, or it has gone; choose one on the overview"
 
 
 async def close_trace(app: MonitorApp, session: SessionRow) -> None:
@@ -54,45 +55,53 @@ async def set_limit(app: MonitorApp, session: SessionRow) -> None:
 
 
 async def pin(app: MonitorApp, view: View) -> None:
-    engine = view.engine_row
+    engine = view.engine_to_act_on
     if engine is None:
+        app.tell(NO_ENGINE, "warning", again=True)
         return
     spec = next((s for s in view.snapshot.speculation if s.engine == engine.key), None)
-    arms = [arm for arm in (spec.arms if spec is not None and spec.arms else view.snapshot.arms) if arm.verdict != "control"]
+    known = spec.arms if spec is not None else ()
+    arms = [arm for arm in known if arm.verdict != "control"]
     if not arms:
-        app.tell("no arm to pin: this source has no economics, or strict only", "warning", again=True)
+        why = "strict is the only arm there" if known else view.why_no_arms(engine)
+        app.tell(f"no arm to pin on {engine.name}: {why}", "warning", again=True)
         return
+    where = f"on {engine.name} ({engine.source})"
     names = {f"{arm.workload} {arm.arm}": arm for arm in arms}
     labels = [
         (name, words(f"{name_of(arm.arm)} in {arm.workload}" + (f" (pinned: {arm.pinned})" if arm.pinned else "")))
         for name, arm in names.items()
     ]
-    chosen = await app.push_screen_wait(Choose("Pin which arm?", labels))
+    chosen = await app.push_screen_wait(Choose(f"Pin which arm {where}?", labels))
     if chosen is None:
         return
     arm = names[chosen]
     held = await app.push_screen_wait(
         Choose(
-            words(f"{name_of(arm.arm)} in {arm.workload}"),
+            words(f"{name_of(arm.arm)} in {arm.workload} {where}"),
             [(arm.arm, words(f"hold it on: {name_of(arm.arm)}")), ("strict", "hold it at strict"), (AUTO, "let the guard decide")],
         )
     )
     if held is None:
         return
     what = "Let the guard decide again about" if held == AUTO else f"Hold at {name_of(held)}, whatever the guard finds:"
-    if await _sure(app, words(f"{what} {name_of(arm.arm)} in {arm.workload}?"), "do it"):
+    if await _sure(app, words(f"{what} {name_of(arm.arm)} in {arm.workload} {where}?"), "do it"):
         pinned = None if held == AUTO else held
         await _do(app, app.monitor.pin(engine.key, arm.workload, arm.arm, pinned) if app.monitor is not None else None)
 
 
 async def set_tts(app: MonitorApp, view: View) -> None:
-    engine = view.engine_row
-    spec = None if engine is None else next((s for s in view.snapshot.speculation if s.engine == engine.key), None)
-    if engine is None or spec is None or spec.tts is None or spec.tts.state == "off":
-        app.tell("TTS is off on this engine; a recipe with `tts: {}` turns it on", "warning", again=True)
+    engine = view.engine_to_act_on
+    if engine is None:
+        app.tell(NO_ENGINE, "warning", again=True)
+        return
+    spec = next((s for s in view.snapshot.speculation if s.engine == engine.key), None)
+    if spec is None or spec.tts is None or spec.tts.state == "off":
+        app.tell(f"TTS is off on {engine.name}; a recipe with `tts: {{}}` turns it on", "warning", again=True)
         return
     on = spec.tts.state == "paused"
-    if await _sure(app, f"{'Let the draft learn again' if on else 'Pause the draft’s learning'} on {engine.name}?", "do it"):
+    what = "Let the draft learn again" if on else "Pause the draft’s learning"
+    if await _sure(app, f"{what} on {engine.name} ({engine.source})?", "do it"):
         await _do(app, app.monitor.set_tts(engine.key, on) if app.monitor is not None else None)
 
 

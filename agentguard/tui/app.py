@@ -203,6 +203,8 @@ class MonitorApp(App[int]):
 
     def view(self) -> View:
         page = self.page_in_front
+        # what the cursor is on counts most, so that an action never is for another row
+        engine = (page.selected_engine if page is not None else None) or self._engine
         return View(
             self._shown,
             page.NAME if page is not None else "",
@@ -211,7 +213,7 @@ class MonitorApp(App[int]):
             self.options.content,
             self._broken,
             self._utc,
-            self._engine,
+            engine,
         )
 
     def redraw(self, rows: bool = True) -> None:
@@ -329,9 +331,17 @@ class MonitorApp(App[int]):
                 page.needle = text.strip()
             self.redraw()
 
+    @property
+    def engine(self) -> str | None:
+        """Key of the engine, or of the source without one, that was chosen last."""
+        return self._engine
+
     def action_engine(self, key: str | None) -> None:
         if key != self._engine:
             self._engine = key
+            page = self.page_in_front
+            if page is not None:
+                page.select_engine(key)
             self.redraw(rows=False)
 
     def action_next_engine(self, by: int) -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from textual.command import DiscoveryHit, Hit, Hits, Provider
+from textual.content import Content
+from textual.markup import escape
+from textual.style import Style
 from textual.types import IgnoreReturnCallbackType
 
 from agentguard.tui.export import FORMS
 from agentguard.tui.frame import PAGES
+from agentguard.tui.glyphs import say
 from agentguard.tui.themes import CYCLE
 
 if TYPE_CHECKING:
@@ -55,11 +59,22 @@ class MonitorCommands(Provider):
     async def discover(self) -> Hits:
         for name, run, text, shown in self._commands():
             if shown:
-                yield DiscoveryHit(name, run, help=text or None)
+                yield DiscoveryHit(escape(say(name)), run, text=say(name), help=escape(say(text)) or None)
 
     async def search(self, query: str) -> Hits:
         matcher = self.matcher(query)
         for name, run, text, _ in self._commands():
-            score = matcher.match(name)
+            name = say(name)
+            score, offsets = matcher.fuzzy_search.match(query, name)
             if score > 0:
-                yield Hit(score, matcher.highlight(name), run, help=text or None)
+                shown = highlighted(name, offsets, matcher.match_style)
+                yield Hit(score, shown, run, text=name, help=escape(say(text)) or None)
+
+
+def highlighted(name: str, offsets: Sequence[int], style: Style) -> Content:
+    """The name as it is, with the letters that match; Textual's own takes it for markup, which the name of a session may break."""
+    content = Content(name)
+    for at in offsets:
+        if not name[at].isspace():
+            content = content.stylize(style, at, at + 1)
+    return content

@@ -223,11 +223,11 @@ def _verdict_of(tts: Tts) -> Line:
 
 def arms_panel(view: View, width: int, height: int) -> list[Line]:
     """Every arm of this engine's classes: what the guard decided, and on what."""
-    spec = speculation_of(view)
-    arms = spec.arms if spec is not None and spec.arms else view.snapshot.arms
+    spec, engine = speculation_of(view), view.engine_row
+    arms = spec.arms if spec is not None else ()
     lines: list[Line] = [(("arms", "title"),)]
     if not arms:
-        lines.append((("no economics: this source has no gateway", "dim"),))
+        lines.append(((view.why_no_arms(engine) if engine is not None else "no engine", "dim"),))
     for arm in arms[: height - 1]:
         lines.append(arm_line(arm, width))
     if len(arms) > height - 1:
@@ -277,4 +277,5 @@ class SpeculationPage(Page):
         return None if engine is None else engine.name
 
     def rows_for_export(self) -> Sequence[object]:
-        return self.monitor_app.view().snapshot.arms
+        spec = speculation_of(self.monitor_app.view())
+        return spec.arms if spec is not None else ()

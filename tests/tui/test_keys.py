@@ -14,15 +14,31 @@ from typing import Any
 import pytest
 from textual.binding import Binding
 from textual.command import CommandPalette
+from textual.widgets import OptionList, Static
 
 from agentguard.errors import ActionRefusedError, ConfigError
 from agentguard.tui.app import MonitorApp
 from agentguard.tui.dialogs import Ask, Choose, Confirm
-from agentguard.tui.frame import PAGES, Page
+from agentguard.tui.frame import PAGES, Page, Panel
+from agentguard.tui.lines import text_of
 from agentguard.tui.sessions import SessionDetail, Sessions
 from agentguard.tui.table import Table
 from agentguard.tui.themes import CYCLE
-from tests.tui.scenes import GATEWAY, ONE, PLAYBACK, RULE, T, healthy, many_sessions, session, source, speculation
+from tests.tui.scenes import (
+    GATEWAY,
+    ONE,
+    PLAYBACK,
+    RULE,
+    SERVER,
+    T,
+    down,
+    engine,
+    healthy,
+    many_sessions,
+    session,
+    source,
+    speculation,
+)  # fmt: skip
 from tests.tui.screen import Running, running
 
 TWO = f"{GATEWAY} qwen3-8b 2"
@@ -45,6 +61,11 @@ def page(run: Running) -> Page:
     screen = run.app.screen
     assert isinstance(screen, Page)
     return screen
+
+
+def dialog(run: Running) -> str:
+    """What the dialog in front asks."""
+    return str(run.app.screen.query_one(".question", Static).content)
 
 
 def marked(run: Running) -> str:
@@ -371,6 +392,61 @@ def test_every_binding_has_a_test() -> None:
     assert set(CASES) == MonitorApp.binding_ids() | dialogs
 
 
+# which engine an action is for
+
+
+async def test_an_action_on_a_source_without_an_engine_is_for_no_other() -> None:
+    async with running(down()) as run:
+        await run.press("down", "down")
+        assert "127.0.0.1:8000" in marked(run)
+        for action in "pT":
+            await run.press(action)
+            assert isinstance(run.app.screen, Page)
+            assert "nothing to act on" in run.notices[-1]
+        # the chosen engine goes while its speculation is looked at
+        await run.press("up", "3")
+        assert "qwen3-8b/2" in run.text[3]
+        await run.show(healthy(engines=healthy().engines[:1]))
+        for action in "pT":
+            await run.press(action)
+            assert isinstance(run.app.screen, Page)
+        assert run.monitor.calls == []
+
+
+async def test_the_cursor_and_the_actions_are_on_one_engine() -> None:
+    async with running(healthy()) as run:
+        await run.press("3", "right_square_bracket", "1")
+        assert "qwen3-8b/2" in marked(run)
+        await run.press("p", "enter")
+        assert f"on qwen3-8b/2 ({GATEWAY})" in dialog(run)
+        await run.press("down", "enter")
+        assert f"on qwen3-8b/2 ({GATEWAY})?" in dialog(run)
+        await run.press("y")
+        assert run.monitor.calls == [("pin", TWO, "qwen3-8b / chat / tool", RULE, "strict")]
+        await run.press("T")
+        assert f"on qwen3-8b/2 ({GATEWAY})?" in dialog(run)
+
+
+async def test_an_engine_without_arms_is_given_no_other_engines() -> None:
+    server = engine(2, source=SERVER, arm=None, rule=None)
+    ours, plain = speculation(ONE), speculation(server.key, arms=())
+    sources = (source(), source(SERVER, kind="metrics", can_act=False))
+    scene = healthy(sources=sources, engines=(engine(1), server), speculation=(ours, plain))
+    async with running(scene) as run:
+        await run.press("down", "3", "p")
+        assert isinstance(run.app.screen, Page)
+        assert run.notices[-1] == "no arm to pin on qwen3-8b/2: no economics: this source has no gateway"
+        arms = page(run).query_one("#arms", Panel)
+        assert [text_of(line) for line in arms.lines][:3] == ["arms", "no economics: this source has no gateway", ""]
+        assert page(run).rows_for_export() == ()
+        await run.show(dataclasses.replace(scene, engines=(engine(1), engine(2)), speculation=(ours,)))
+        assert text_of(arms.lines[1]) == "no economics yet: the gateway has told of no arm"
+        await run.show(dataclasses.replace(scene, speculation=(ours, dataclasses.replace(plain, arms=ours.arms[:1]))))
+        await run.press("p")
+        assert run.notices[-1] == "no arm to pin on qwen3-8b/2: strict is the only arm there"
+        assert run.monitor.calls == []
+
+
 # what an operator may not do
 
 
@@ -441,6 +517,34 @@ async def test_palette_lists_pages_and_actions_before_anything_is_typed() -> Non
         text = "\n".join(run.text)
         for name in ("Go to Sessions", "Pin an arm", "Export CSV"):
             assert name in text
+
+
+EVIL = ("x[/bold] agent-0", "[bold]agent-0", "a [/b] agent-0[", r"agent-0 \[red]", "agent-0 [@click=app.quit]")
+"""Names as a client may choose them."""
+
+
+@pytest.mark.parametrize("name", EVIL)
+async def test_the_palette_takes_no_name_for_markup(name: str) -> None:
+    """Ids of sessions, models and engines come from clients and servers."""
+    evil = session(1, id=name, key="evil")
+    scene = healthy(sessions=(evil, session(2)), engines=(engine(1, name=f"{name} engine", model=name),))
+    async with running(scene) as run:
+        await run.press("ctrl+p")
+        await run.type("session agent-0")
+        palette = run.app.screen
+        assert isinstance(palette, CommandPalette)
+        options = palette.query_one(OptionList)
+        while options.option_count < 2:
+            await run.pilot.pause(0)
+        shown = [str(options.get_option_at_index(i).prompt) for i in range(options.option_count)]
+        assert f"Session {name}\nrunning" in shown
+        assert "Session agent-0002\nrunning" in shown
+        await run.press("escape", "escape", "ctrl+p")
+        await run.type("engine agent")
+        options = run.app.screen.query_one(OptionList)
+        while options.option_count < 1:
+            await run.pilot.pause(0)
+        assert str(options.get_option_at_index(0).prompt).startswith(f"Engine {name} engine\n")
 
 
 # the mouse
