@@ -5,10 +5,10 @@ The app does not offer them under --readonly, and the model refuses them then.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
-from agentguard.errors import AgentGuardError
-from agentguard.monitor.snapshot import SessionRow
+from agentguard.monitor.monitor import Monitor
+from agentguard.monitor.snapshot import SessionRow, Snapshot
 from agentguard.monitor.words import rule as name_of
 from agentguard.tui.dialogs import Ask, Choose, Confirm
 from agentguard.tui.format import whole
@@ -16,9 +16,6 @@ from agentguard.tui.frame import View
 from agentguard.tui.glyphs import words
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
-    from typing import Any
-
     from agentguard.tui.app import MonitorApp
 
 Meter = Literal["steps", "tokens", "no_progress"]
@@ -31,10 +28,34 @@ AUTO = "auto"
 NO_ENGINE = "nothing to act on: the chosen row has no engine, or it has gone; choose one on the overview"
 
 
+class Operated(Monitor, Protocol):
+    """The monitor, with what the screen's actions need of it."""
+
+    async def close_trace(self, session: str, request: str | None = None) -> str:
+        """Close the trace of this running request of the session, and nothing once it has ended; None: of all that run."""
+        ...
+
+
 async def close_trace(app: MonitorApp, session: SessionRow) -> None:
+    """Of the request that runs while the question is asked: the session's next step is another trace, and not meant."""
+    request = session.running_request
+    if request is None:
+        app.tell(f"no trace of session {session.id} runs now", "warning", again=True)
+        return
     thought = f" at {whole(session.think_tokens)} think tokens" if session.think_tokens is not None else ""
-    if await _sure(app, f"Close the running trace of session {session.id}{thought}? The answer follows at once.", "close it"):
-        await _do(app, app.monitor.close_trace(session.key) if app.monitor is not None else None)
+    if not await _sure(app, f"Close the running trace of session {session.id}{thought}? The answer follows at once.", "close it"):
+        return
+    if _has_ended(app.latest, session.key, request):
+        app.tell(f"that trace of session {session.id} has ended meanwhile; nothing was closed", "warning", again=True)
+        return
+    app.act(lambda monitor: monitor.close_trace(session.key, request))
+
+
+def _has_ended(snapshot: Snapshot, session: str, request: str) -> bool:
+    row = next((s for s in snapshot.sessions if s.key == session), None)
+    if row is None:
+        return True
+    return row.running_request != request and not any(bar.request == request and not bar.done for bar in row.bars)
 
 
 async def set_limit(app: MonitorApp, session: SessionRow) -> None:
@@ -51,7 +72,7 @@ async def set_limit(app: MonitorApp, session: SessionRow) -> None:
         limit = int(text)
     what = f"let session {session.id} use {limit:,} {meter}" if meter != "no_progress" else f"start {session.id}'s count again"
     if await _sure(app, f"{what[0].upper()}{what[1:]}?", "change it"):
-        await _do(app, app.monitor.set_limit(session.key, meter, limit) if app.monitor is not None else None)
+        app.act(lambda monitor: monitor.set_limit(session.key, meter, limit))
 
 
 async def pin(app: MonitorApp, view: View) -> None:
@@ -87,7 +108,7 @@ async def pin(app: MonitorApp, view: View) -> None:
     what = "Let the guard decide again about" if held == AUTO else f"Hold at {name_of(held)}, whatever the guard finds:"
     if await _sure(app, words(f"{what} {name_of(arm.arm)} in {arm.workload} {where}?"), "do it"):
         pinned = None if held == AUTO else held
-        await _do(app, app.monitor.pin(engine.key, arm.workload, arm.arm, pinned) if app.monitor is not None else None)
+        app.act(lambda monitor: monitor.pin(engine.key, arm.workload, arm.arm, pinned))
 
 
 async def set_tts(app: MonitorApp, view: View) -> None:
@@ -102,7 +123,7 @@ async def set_tts(app: MonitorApp, view: View) -> None:
     on = spec.tts.state == "paused"
     what = "Let the draft learn again" if on else "Pause the draft’s learning"
     if await _sure(app, f"{what} on {engine.name} ({engine.source})?", "do it"):
-        await _do(app, app.monitor.set_tts(engine.key, on) if app.monitor is not None else None)
+        app.act(lambda monitor: monitor.set_tts(engine.key, on))
 
 
 def _positive(text: str) -> str | None:
@@ -111,14 +132,3 @@ def _positive(text: str) -> str | None:
 
 async def _sure(app: MonitorApp, question: str, yes: str) -> bool:
     return await app.push_screen_wait(Confirm(question, yes)) == "yes"
-
-
-async def _do(app: MonitorApp, work: Coroutine[Any, Any, str] | None) -> None:
-    if work is None:
-        app.tell("the monitor has stopped; r starts it again", "error", again=True)
-        return
-    try:
-        app.tell(await work, again=True)
-    except AgentGuardError as error:
-        app.tell(str(error), "error", again=True)
-    app.action_refresh()

@@ -357,6 +357,8 @@ class SceneMonitor:
         self.calls: list[tuple[Any, ...]] = []
         self.refuse: AgentGuardError | None = None
         self.fail: Exception | None = None
+        self.slow: asyncio.Event | None = None
+        """Every action waits for it."""
         self.opened = 0
 
     @asynccontextmanager
@@ -401,13 +403,15 @@ class SceneMonitor:
 
     async def _act(self, *call: Any) -> str:
         await asyncio.sleep(0)
+        if self.slow is not None:
+            await self.slow.wait()
         if self.refuse is not None:
             raise self.refuse
         self.calls.append(call)
         return f"done: {call[0]}"
 
-    async def close_trace(self, session: str) -> str:
-        return await self._act("close_trace", session)
+    async def close_trace(self, session: str, request: str | None = None) -> str:
+        return await self._act("close_trace", session, request)
 
     async def set_limit(self, session: str, meter: Literal["steps", "tokens", "no_progress"], limit: int) -> str:
         return await self._act("set_limit", session, meter, limit)

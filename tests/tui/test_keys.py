@@ -38,6 +38,7 @@ from tests.tui.scenes import (
     session,
     source,
     speculation,
+    step,
 )  # fmt: skip
 from tests.tui.screen import Running, running
 
@@ -280,11 +281,11 @@ async def closes_a_trace(run: Running) -> None:
         assert isinstance(run.app.screen, Sessions)
         await run.press("c")
     await run.press("y")
-    assert run.monitor.calls == [("close_trace", SECOND)]
+    assert run.monitor.calls == [("close_trace", SECOND, "chatcmpl-2")]
     assert run.notices[-1] == "done: close_trace"
     # in a session's own page, and with the list instead of the letter
     await run.press("enter", "c", "down", "enter")
-    assert run.monitor.calls[1:] == [("close_trace", SECOND)]
+    assert run.monitor.calls[1:] == [("close_trace", SECOND, "chatcmpl-2")]
 
 
 @key("app.limit", "ask.cancel")
@@ -482,6 +483,67 @@ async def test_the_same_notice_is_shown_once_in_a_while() -> None:
             run.app.tell("twice is enough")
         await run.settle()
         assert run.notices == ["twice is enough"]
+
+
+async def test_only_the_trace_that_was_asked_about_is_closed() -> None:
+    """Not the next step's, and none when none runs."""
+    next_step = session(2, running_request="chatcmpl-next")
+    both = dataclasses.replace(next_step, bars=(*next_step.bars, step(9, 500, request="chatcmpl-2", done=False)))
+    async with running(healthy()) as run:
+        for gone in (healthy(sessions=(session(1), next_step)), healthy(sessions=(session(1),))):
+            await run.show(healthy())
+            await run.press("2", "g", "down", "c")
+            assert "session agent-0002 at 422 think tokens" in dialog(run)
+            await run.show(gone)
+            await run.press("y")
+            assert run.notices[-1] == "that trace of session agent-0002 has ended meanwhile; nothing was closed"
+        assert run.monitor.calls == []
+        await run.show(healthy(sessions=(session(1, running_request=None, think_tokens=None),)))
+        await run.press("g", "c")
+        assert isinstance(run.app.screen, Page)
+        assert run.notices[-1] == "no trace of session agent-0001 runs now"
+        # a newer step beside it does not end it
+        await run.show(healthy())
+        await run.press("g", "down", "c")
+        await run.show(healthy(sessions=(session(1), both)))
+        await run.press("y")
+        assert run.monitor.calls == [("close_trace", SECOND, "chatcmpl-2")]
+
+
+async def test_one_dialog_at_a_time() -> None:
+    async with running(healthy()) as run:
+        await run.press("2", "c")
+        question = run.app.screen
+        assert isinstance(question, Confirm)
+        await run.press("ctrl+p")
+        run.app.action_limit()
+        run.app.action_export()
+        await run.settle()
+        assert run.app.screen is question
+        await run.press("y")
+        assert run.monitor.calls == [("close_trace", FIRST, "chatcmpl-1")]
+        assert isinstance(run.app.screen, Page)
+        # two keys at once ask one question
+        run.app.action_close_trace()
+        run.app.action_limit()
+        await run.settle()
+        await run.press("escape")
+        assert isinstance(run.app.screen, Page)
+
+
+async def test_a_slow_action_is_told_although_another_dialog_is_open() -> None:
+    async with running(healthy()) as run:
+        run.monitor.slow = asyncio.Event()
+        await run.pilot.press("2", "c", "y")
+        while not any(w.group == "act" for w in run.app.workers):
+            await run.pilot.pause(0)
+        await run.pilot.press("x")
+        while not isinstance(run.app.screen, Choose):
+            await run.pilot.pause(0)
+        run.monitor.slow.set()
+        await run.settle()
+        assert run.notices[-1] == "done: close_trace"
+        assert isinstance(run.app.screen, Choose)
 
 
 # the palette
