@@ -1,8 +1,8 @@
 """`agentguard tui --web`: the same app in a browser, on loopback only.
 
-Whoever reaches the page can act as the operator, with the operator's keys. Every user of the machine reaches loopback, and anybody's
-page can open a WebSocket to it. So the address holds a secret of this run, without which neither the page nor the WebSocket answers;
-and, as a second lock, a request counts only with our own Host, and a WebSocket only from our own page.
+Whoever reaches the page can act as the operator, with the operator's keys. All users of the machine reach loopback, and a page of
+any site can open a WebSocket to it. So the address holds a secret of this run, and without it neither the page nor the WebSocket
+answers; as a second lock, a request counts only with our own Host, and a WebSocket only from our own page.
 """
 
 from __future__ import annotations

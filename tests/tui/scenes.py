@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -357,6 +358,10 @@ class SceneMonitor:
         self.calls: list[tuple[Any, ...]] = []
         self.refuse: AgentGuardError | None = None
         self.fail: Exception | None = None
+        self.threads: list[int] = []
+        """In which thread each seek ran."""
+        self.held: threading.Event | None = None
+        """Every seek waits for it."""
         self.slow: asyncio.Event | None = None
         """Every action waits for it."""
         self.opened = 0
@@ -367,6 +372,7 @@ class SceneMonitor:
         yield self
 
     def snapshot(self) -> Snapshot:
+        self.calls += [("snapshot during a seek",)] if self.held is not None and not self.held.is_set() and self.threads else []
         if self.fail is not None:
             raise self.fail
         return self.scene
@@ -391,6 +397,9 @@ class SceneMonitor:
 
     def seek(self, t: float) -> None:
         self.calls.append(("seek", t))
+        self.threads.append(threading.get_ident())
+        if self.held is not None:
+            self.held.wait(60)
         self._playback(at_t=t)
 
     def set_speed(self, speed: float) -> None:
