@@ -13,7 +13,7 @@ from agentguard.monitor.snapshot import EngineRow, SessionRow, Snapshot
 from agentguard.tui.format import SESSION_STATES, SEVERITIES, STATES
 from agentguard.tui.glyphs import GLYPHS
 from tests.tui.scenes import STATES as SCENES
-from tests.tui.scenes import T, engine, healthy, one_trip, session, source, step
+from tests.tui.scenes import T, engine, healthy, one_trip, session, source, speculation, step
 from tests.tui.screen import Running, dump, lines, running
 
 SIZES = ((60, 20), (80, 24), (120, 40), (200, 60))
@@ -140,6 +140,18 @@ async def test_each_number_says_what_it_is_taken_over() -> None:
         for page, words in (("2", "whole life"), ("3", "over the last"), ("4", "within 60 s is one line")):
             await run.press(page)
             assert words in run.text[-2]
+
+
+async def test_speculation_says_of_which_rounds_it_is_and_has_a_gain_only_of_the_arm() -> None:
+    """A gain of several rules' rounds is no rule's gain."""
+    spec = speculation(engine(1).key)
+    async with running(healthy(speculation=(spec,))) as run:
+        await run.press("3")
+        assert "of cactus δ=0.25  ℓ 3.12  strict would accept 1.56  gain 1.61" in run.text[3]
+        for changes, words in (({"rule": None}, "of all rules"), ({"rule": "strict"}, "of strict")):
+            await run.show(healthy(speculation=(dataclasses.replace(spec, **changes),)))
+            assert f"{words}  ℓ 3.12" in run.text[3]
+            assert "gain" not in run.text[3]
 
 
 @pytest.mark.parametrize("theme", ["ansi-dark", "agentguard-dark"])
