@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from textual.app import App
 from textual.binding import Binding
 from textual.command import CommandPalette
 from textual.widgets import OptionList, Static
@@ -20,10 +21,13 @@ from textual.worker import WorkerCancelled
 
 from agentguard.errors import ActionRefusedError, ConfigError
 from agentguard.tui.app import MonitorApp
+from agentguard.tui.commands import ACTIONS
 from agentguard.tui.dialogs import Ask, Choose, Confirm
+from agentguard.tui.event_log import Events
 from agentguard.tui.frame import PAGES, Page, Panel
 from agentguard.tui.lines import text_of
 from agentguard.tui.sessions import SessionDetail, Sessions
+from agentguard.tui.speculation import SpeculationPage
 from agentguard.tui.table import Table
 from agentguard.tui.themes import CYCLE
 from tests.tui.scenes import (
@@ -599,6 +603,9 @@ async def test_a_slow_action_is_told_although_another_dialog_is_open() -> None:
         ("read every 2 s", lambda run: run.monitor.calls == [("interval", 2.0)]),
         ("pause the screen", lambda run: "‖ paused" in run.text[0]),
         ("pin an arm", lambda run: isinstance(run.app.screen, Choose)),
+        ("pause tts", lambda run: isinstance(run.app.screen, Confirm) and "Pause the draft" in dialog(run)),
+        ("next theme", lambda run: run.app.theme == CYCLE[1]),
+        ("read more often", lambda run: run.monitor.calls == [("interval", 5.0)]),
         ("record to a file", lambda run: run.monitor.calls == [("record", ".jsonl")]),
     ],
 )
@@ -611,6 +618,42 @@ async def test_palette(typed: str, seen: Callable[[Running], Any]) -> None:
             await run.press("enter")
         await run.settle()
         assert seen(run), run.text
+
+
+@pytest.mark.parametrize(
+    ("start", "typed", "keys", "seen"),
+    [
+        ("2", "close this trace", "y", lambda run: run.monitor.calls == [("close_trace", FIRST, "chatcmpl-1")]),
+        ("2", "change a session's limit", "", lambda run: "Change which limit of session agent-0001?" in dialog(run)),
+        ("1", "pause tts", "y", lambda run: run.monitor.calls == [("set_tts", ONE, False)]),
+        ("1", "seek 60 s back", "", lambda run: run.monitor.calls == [("seek", T - 60)]),
+        ("1", "seek 10 s forth", "", lambda run: run.monitor.calls == [("seek", T + 10)]),
+        ("1", "speed: faster", "", lambda run: run.monitor.calls == [("speed", 2.0)]),
+        ("3", "next engine", "", lambda run: run.app.view().engine == TWO),
+        ("4", "severity of the events", "", lambda run: "warnings and alarms" in run.text[3]),
+    ],
+)
+async def test_palette_on_its_page(start: str, typed: str, keys: str, seen: Callable[[Running], Any]) -> None:
+    async with running(healthy(playback=PLAYBACK)) as run:
+        await run.press(start, "ctrl+p")
+        await run.type(typed)
+        await run.press("enter")
+        if isinstance(run.app.screen, CommandPalette):
+            await run.press("enter")
+        await run.settle()
+        await run.press(*keys)
+        assert seen(run), run.text
+
+
+def test_every_key_but_those_that_move_is_in_the_palette() -> None:
+    """As docs/tui.md says; pages, quitting and help have commands of their own."""
+    owners = (MonitorApp, SpeculationPage, Events)
+    bound = {b.action for owner in owners for b in owner.BINDINGS if isinstance(b, Binding)}
+    known = {f"app.{action}" if not action.startswith("app.") else action for action in bound if action != "level"}
+    known -= {"app.quit", "app.open"} | {a for a in known if a.startswith("app.page(")}
+    inherited = {f"app.{b.action}" for b in App.BINDINGS if isinstance(b, Binding)}
+    assert known - inherited == {action for action, _, _ in ACTIONS} - {"screen.level"}
+    assert "level" in bound
 
 
 async def test_palette_lists_pages_and_actions_before_anything_is_typed() -> None:
