@@ -73,9 +73,11 @@ class LiveMonitor:
     def set_paused(self, paused: bool) -> None:
         """Nothing: a screen that is paused just asks for no snapshot."""
 
-    async def close_trace(self, session: str) -> str:
+    async def close_trace(self, session: str, request: str | None = None) -> str:
+        """Of this running request of the session, and nothing once that one has ended; None: of all that run."""
         source, _, name = session.partition("|")
-        told = await self._act(source, "/agentguard/close", {"session": name, "why": "operator"})
+        which = {"session": name} if request is None else {"request": request}
+        told = await self._act(source, "/agentguard/close", {**which, "why": "operator"})
         return f"closed {told.get('told', 0)} trace(s) of {name}"
 
     async def set_limit(self, session: str, meter: Meter, limit: int) -> str:
@@ -174,8 +176,12 @@ class PlayedMonitor:
     def set_paused(self, paused: bool) -> None:
         self.player.set_paused(paused)
 
-    async def close_trace(self, session: str) -> str:
+    async def close_trace(self, session: str, request: str | None = None) -> str:
+        """As `LiveMonitor.close_trace`."""
         source, _, name = session.partition("|")
+        running = next((row.running_request for row in self.snapshot().sessions if row.key == session), None)
+        if request not in (None, running):
+            raise ActionRefusedError("nothing there to act on: that trace has ended")
         if not self._script().simulator.close_trace(source, name):
             raise ActionRefusedError("nothing there to act on: no trace of it runs")
         return f"closed 1 trace(s) of {name}"

@@ -5,10 +5,10 @@ The app does not offer them under --readonly, and the model refuses them then.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
-from agentguard.errors import AgentGuardError
-from agentguard.monitor.snapshot import SessionRow
+from agentguard.monitor.monitor import Monitor
+from agentguard.monitor.snapshot import SessionRow, Snapshot
 from agentguard.monitor.words import rule as name_of
 from agentguard.tui.dialogs import Ask, Choose, Confirm
 from agentguard.tui.format import whole
@@ -16,9 +16,6 @@ from agentguard.tui.frame import View
 from agentguard.tui.glyphs import words
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
-    from typing import Any
-
     from agentguard.tui.app import MonitorApp
 
 Meter = Literal["steps", "tokens", "no_progress"]
@@ -28,12 +25,37 @@ METERS: dict[Meter, str] = {
     "no_progress": "steps without progress: start counting again",
 }
 AUTO = "auto"
+NO_ENGINE = "nothing to act on: the chosen row has no engine, or it has gone; choose one on the overview"
+
+
+class Operated(Monitor, Protocol):
+    """The monitor, with what the screen's actions need of it."""
+
+    async def close_trace(self, session: str, request: str | None = None) -> str:
+        """Close the trace of this running request of the session, and nothing once it has ended; None: of all that run."""
+        ...
 
 
 async def close_trace(app: MonitorApp, session: SessionRow) -> None:
+    """Of the request that runs while the question is asked: the session's next step is another trace, and not meant."""
+    request = session.running_request
+    if request is None:
+        app.tell(f"no trace of session {session.id} runs now", "warning", again=True)
+        return
     thought = f" at {whole(session.think_tokens)} think tokens" if session.think_tokens is not None else ""
-    if await _sure(app, f"Close the running trace of session {session.id}{thought}? The answer follows at once.", "close it"):
-        await _do(app, app.monitor.close_trace(session.key) if app.monitor is not None else None)
+    if not await _sure(app, f"Close the running trace of session {session.id}{thought}? The answer follows at once.", "close it"):
+        return
+    if _has_ended(app.latest, session.key, request):
+        app.tell(f"that trace of session {session.id} has ended meanwhile; nothing was closed", "warning", again=True)
+        return
+    app.act(lambda monitor: monitor.close_trace(session.key, request))
+
+
+def _has_ended(snapshot: Snapshot, session: str, request: str) -> bool:
+    row = next((s for s in snapshot.sessions if s.key == session), None)
+    if row is None:
+        return True
+    return row.running_request != request and not any(bar.request == request and not bar.done for bar in row.bars)
 
 
 async def set_limit(app: MonitorApp, session: SessionRow) -> None:
@@ -50,50 +72,58 @@ async def set_limit(app: MonitorApp, session: SessionRow) -> None:
         limit = int(text)
     what = f"let session {session.id} use {limit:,} {meter}" if meter != "no_progress" else f"start {session.id}'s count again"
     if await _sure(app, f"{what[0].upper()}{what[1:]}?", "change it"):
-        await _do(app, app.monitor.set_limit(session.key, meter, limit) if app.monitor is not None else None)
+        app.act(lambda monitor: monitor.set_limit(session.key, meter, limit))
 
 
 async def pin(app: MonitorApp, view: View) -> None:
-    engine = view.engine_row
+    engine = view.engine_to_act_on
     if engine is None:
+        app.tell(NO_ENGINE, "warning", again=True)
         return
     spec = next((s for s in view.snapshot.speculation if s.engine == engine.key), None)
-    arms = [arm for arm in (spec.arms if spec is not None and spec.arms else view.snapshot.arms) if arm.verdict != "control"]
+    known = spec.arms if spec is not None else ()
+    arms = [arm for arm in known if arm.verdict != "control"]
     if not arms:
-        app.tell("no arm to pin: this source has no economics, or strict only", "warning", again=True)
+        why = "strict is the only arm there" if known else view.why_no_arms(engine)
+        app.tell(f"no arm to pin on {engine.name}: {why}", "warning", again=True)
         return
+    where = f"on {engine.name} ({engine.source})"
     names = {f"{arm.workload} {arm.arm}": arm for arm in arms}
     labels = [
         (name, words(f"{name_of(arm.arm)} in {arm.workload}" + (f" (pinned: {arm.pinned})" if arm.pinned else "")))
         for name, arm in names.items()
     ]
-    chosen = await app.push_screen_wait(Choose("Pin which arm?", labels))
+    chosen = await app.push_screen_wait(Choose(f"Pin which arm {where}?", labels))
     if chosen is None:
         return
     arm = names[chosen]
     held = await app.push_screen_wait(
         Choose(
-            words(f"{name_of(arm.arm)} in {arm.workload}"),
+            words(f"{name_of(arm.arm)} in {arm.workload} {where}"),
             [(arm.arm, words(f"hold it on: {name_of(arm.arm)}")), ("strict", "hold it at strict"), (AUTO, "let the guard decide")],
         )
     )
     if held is None:
         return
     what = "Let the guard decide again about" if held == AUTO else f"Hold at {name_of(held)}, whatever the guard finds:"
-    if await _sure(app, words(f"{what} {name_of(arm.arm)} in {arm.workload}?"), "do it"):
+    if await _sure(app, words(f"{what} {name_of(arm.arm)} in {arm.workload} {where}?"), "do it"):
         pinned = None if held == AUTO else held
-        await _do(app, app.monitor.pin(engine.key, arm.workload, arm.arm, pinned) if app.monitor is not None else None)
+        app.act(lambda monitor: monitor.pin(engine.key, arm.workload, arm.arm, pinned))
 
 
 async def set_tts(app: MonitorApp, view: View) -> None:
-    engine = view.engine_row
-    spec = None if engine is None else next((s for s in view.snapshot.speculation if s.engine == engine.key), None)
-    if engine is None or spec is None or spec.tts is None or spec.tts.state == "off":
-        app.tell("TTS is off on this engine; a recipe with `tts: {}` turns it on", "warning", again=True)
+    engine = view.engine_to_act_on
+    if engine is None:
+        app.tell(NO_ENGINE, "warning", again=True)
+        return
+    spec = next((s for s in view.snapshot.speculation if s.engine == engine.key), None)
+    if spec is None or spec.tts is None or spec.tts.state == "off":
+        app.tell(f"TTS is off on {engine.name}; a recipe with `tts: {{}}` turns it on", "warning", again=True)
         return
     on = spec.tts.state == "paused"
-    if await _sure(app, f"{'Let the draft learn again' if on else 'Pause the draft’s learning'} on {engine.name}?", "do it"):
-        await _do(app, app.monitor.set_tts(engine.key, on) if app.monitor is not None else None)
+    what = "Let the draft learn again" if on else "Pause the draft’s learning"
+    if await _sure(app, f"{what} on {engine.name} ({engine.source})?", "do it"):
+        app.act(lambda monitor: monitor.set_tts(engine.key, on))
 
 
 def _positive(text: str) -> str | None:
@@ -102,14 +132,3 @@ def _positive(text: str) -> str | None:
 
 async def _sure(app: MonitorApp, question: str, yes: str) -> bool:
     return await app.push_screen_wait(Confirm(question, yes)) == "yes"
-
-
-async def _do(app: MonitorApp, work: Coroutine[Any, Any, str] | None) -> None:
-    if work is None:
-        app.tell("the monitor has stopped; r starts it again", "error", again=True)
-        return
-    try:
-        app.tell(await work, again=True)
-    except AgentGuardError as error:
-        app.tell(str(error), "error", again=True)
-    app.action_refresh()

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 from pathlib import Path
@@ -23,14 +23,13 @@ from textual.command import CommandPalette
 from textual.events import DeliveryComplete, DeliveryFailed
 from textual.filter import Monochrome, NoColor
 from textual.message import Message
-from textual.screen import Screen
+from textual.screen import ModalScreen, Screen
 from textual.scrollbar import ScrollBar, ScrollBarRender
 from textual.worker import Worker, WorkerState
 
 from agentguard.errors import AgentGuardError
-from agentguard.monitor.monitor import Monitor
 from agentguard.monitor.options import Options
-from agentguard.monitor.snapshot import Snapshot, VerdictLine
+from agentguard.monitor.snapshot import SessionRow, Snapshot, VerdictLine
 from agentguard.tui import actions, export
 from agentguard.tui.commands import MonitorCommands
 from agentguard.tui.dialogs import Ask, Choose
@@ -47,7 +46,7 @@ from agentguard.tui.settings import Settings
 from agentguard.tui.speculation import SpeculationPage
 from agentguard.tui.themes import CYCLE, OURS
 
-Open: TypeAlias = Callable[[], AbstractAsyncContextManager[Monitor]]
+Open: TypeAlias = Callable[[], AbstractAsyncContextManager[actions.Operated]]
 SAME_S = 60.0
 """Seconds in which the same notice is shown once."""
 INTERVALS = (0.25, 0.5, 1.0, 2.0, 5.0, 10.0)
@@ -104,7 +103,7 @@ class MonitorApp(App[int]):
         super().__init__()
         self.options = options
         self.settings = settings or Settings()
-        self.monitor: Monitor | None = None
+        self.monitor: actions.Operated | None = None
         self.failure: AgentGuardError | None = None
         """Why the monitor could not be opened; the command reports it."""
         self.interval_s = options.interval_s
@@ -116,6 +115,10 @@ class MonitorApp(App[int]):
         self._broken = ""
         self._engine: str | None = None
         self._wake = asyncio.Event()
+        self._played = asyncio.Lock()
+        """Held while a thread plays a recording anew: nothing else may touch the monitor meanwhile."""
+        self._seek_to: float | None = None
+        """Where a replay is to go; keys pressed in a row count from there."""
         self._told: dict[str, float] = {}
         self._able: tuple[object, ...] = ()
         self._palette: tuple[str, dict[str, Style]] = ("", {})
@@ -167,12 +170,16 @@ class MonitorApp(App[int]):
             self.monitor = monitor
             try:
                 while True:
-                    self.post_message(Snapshotted(monitor.snapshot()))
+                    async with self._played:
+                        snapshot = monitor.snapshot()
+                    self.post_message(Snapshotted(snapshot))
                     self._wake.clear()
                     with contextlib.suppress(TimeoutError):
                         await asyncio.wait_for(self._wake.wait(), self.interval_s)
             finally:
                 self.monitor = None
+                async with self._played:  # a seek that still runs in its thread uses what the monitor closes
+                    pass
 
     @on(Worker.StateChanged)
     def _worker_changed(self, event: Worker.StateChanged) -> None:
@@ -201,8 +208,15 @@ class MonitorApp(App[int]):
             self._shown = snapshot
             self.redraw()
 
+    @property
+    def latest(self) -> Snapshot:
+        """The newest snapshot, also while the screen stands still."""
+        return self._latest
+
     def view(self) -> View:
         page = self.page_in_front
+        # what the cursor is on counts most, so that an action never is for another row
+        engine = (page.selected_engine if page is not None else None) or self._engine
         return View(
             self._shown,
             page.NAME if page is not None else "",
@@ -211,7 +225,7 @@ class MonitorApp(App[int]):
             self.options.content,
             self._broken,
             self._utc,
-            self._engine,
+            engine,
         )
 
     def redraw(self, rows: bool = True) -> None:
@@ -273,9 +287,8 @@ class MonitorApp(App[int]):
 
     def action_pause(self) -> None:
         playback = self._shown.playback
-        if playback is not None and self.monitor is not None:
-            self.monitor.set_paused(not playback.paused)
-            self.action_refresh()
+        if playback is not None:
+            self._play(lambda monitor: monitor.set_paused(not playback.paused))
             return
         self._paused = not self._paused
         self._shown = self._latest
@@ -320,8 +333,10 @@ class MonitorApp(App[int]):
             name = page.main_table.sort_next()
             self.tell(f"sorted by {name}" if name else "in the order of arrival", again=True)
 
-    @work(group="dialog", exclusive=True, exit_on_error=False)
-    async def action_filter(self) -> None:
+    def action_filter(self) -> None:
+        self.ask(self._ask_for_filter)
+
+    async def _ask_for_filter(self) -> None:
         page = self.page_in_front
         if isinstance(page, Sessions | Events):
             text = await self.push_screen_wait(Ask("show rows that contain", page.needle))
@@ -329,9 +344,17 @@ class MonitorApp(App[int]):
                 page.needle = text.strip()
             self.redraw()
 
+    @property
+    def engine(self) -> str | None:
+        """Key of the engine, or of the source without one, that was chosen last."""
+        return self._engine
+
     def action_engine(self, key: str | None) -> None:
         if key != self._engine:
             self._engine = key
+            page = self.page_in_front
+            if page is not None:
+                page.select_engine(key)
             self.redraw(rows=False)
 
     def action_next_engine(self, by: int) -> None:
@@ -343,16 +366,44 @@ class MonitorApp(App[int]):
 
     def action_seek(self, by: float) -> None:
         playback = self._shown.playback
-        if playback is not None and self.monitor is not None:
-            self.monitor.seek(max(playback.start_t, min(playback.end_t, playback.at_t + by)))
-            self.action_refresh()
+        if playback is None:
+            return
+        begun = self._seek_to is not None
+        start = playback.at_t if self._seek_to is None else self._seek_to
+        self._seek_to = max(playback.start_t, min(playback.end_t, start + by))
+        if not begun:
+            self._seek()
+
+    @work(group="play", exit_on_error=False)
+    async def _seek(self) -> None:
+        """Go where the keys ask for. Backwards a replay is read anew from its beginning, which takes the longer the larger the file
+        is; so it is done in a thread, and once for all keys that are pressed meanwhile."""
+        at = None
+        try:
+            async with self._played:
+                while self.monitor is not None and at != self._seek_to and self._seek_to is not None:
+                    at = self._seek_to
+                    await finished(asyncio.to_thread(self.monitor.seek, at))
+                if self.monitor is not None:
+                    self.apply(self.monitor.snapshot())
+        finally:
+            self._seek_to = None
 
     def action_speed(self, by: int) -> None:
         playback = self._shown.playback
-        if playback is not None and self.monitor is not None:
+        if playback is not None:
             at = min(range(len(SPEEDS)), key=lambda i: abs(SPEEDS[i] - playback.speed))
-            self.monitor.set_speed(SPEEDS[max(0, min(len(SPEEDS) - 1, at + by))])
-            self.action_refresh()
+            speed = SPEEDS[max(0, min(len(SPEEDS) - 1, at + by))]
+            self._play(lambda monitor: monitor.set_speed(speed))
+
+    @work(group="play", exit_on_error=False)
+    async def _play(self, do: Callable[[actions.Operated], None]) -> None:
+        """Change how a replay goes on, once it stands where it is to."""
+        async with self._played:
+            if self.monitor is None:
+                return
+            do(self.monitor)
+        self.action_refresh()
 
     @work(group="record", exclusive=True, exit_on_error=False)
     async def action_record(self) -> None:
@@ -396,36 +447,63 @@ class MonitorApp(App[int]):
             page.table.move_to(key)
         await self.push_screen(SessionDetail(key))
 
-    # an operator's actions, each confirmed
+    # dialogs, and an operator's actions, each confirmed
 
-    @work(group="dialog", exclusive=True, exit_on_error=False)
-    async def action_close_trace(self) -> None:
-        page = self.page_in_front
-        row = None if page is None else self._session(page.selected_session)
+    @property
+    def in_dialog(self) -> bool:
+        """Is a question open? The palette is none: what is chosen there may ask one."""
+        asked = any(isinstance(s, ModalScreen) and not isinstance(s, CommandPalette) for s in self.screen_stack)
+        return asked or any(w.group == "dialog" and not w.is_finished for w in self.workers)
+
+    def ask(self, dialog: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """One dialog at a time: a second one would leave the first on the screen with nobody to take its answer."""
+        if not self.in_dialog:
+            self._converse(dialog)
+
+    @work(group="dialog", exit_on_error=False)
+    async def _converse(self, dialog: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        await dialog()
+
+    @work(group="act", exit_on_error=False)
+    async def act(self, do: Callable[[actions.Operated], Coroutine[Any, Any, str]]) -> None:
+        """Do what was confirmed and tell how it went; a worker of its own, so that the next dialog does not end it."""
+        async with self._played:
+            pass  # from here to the first wait nothing else runs, and what is played acts without any; a gateway may take its time
+        if self.monitor is None:
+            self.tell("the monitor has stopped; r starts it again", "error", again=True)
+            return
+        try:
+            self.tell(await do(self.monitor), again=True)
+        except AgentGuardError as error:
+            self.tell(str(error), "error", again=True)
+        self.action_refresh()
+
+    def action_close_trace(self) -> None:
+        row = self._session()
         if row is not None:
-            await actions.close_trace(self, row)
+            self.ask(partial(actions.close_trace, self, row))
 
-    @work(group="dialog", exclusive=True, exit_on_error=False)
-    async def action_limit(self) -> None:
-        page = self.page_in_front
-        row = None if page is None else self._session(page.selected_session)
+    def action_limit(self) -> None:
+        row = self._session()
         if row is not None:
-            await actions.set_limit(self, row)
+            self.ask(partial(actions.set_limit, self, row))
 
-    @work(group="dialog", exclusive=True, exit_on_error=False)
-    async def action_pin(self) -> None:
-        await actions.pin(self, self.view())
+    def action_pin(self) -> None:
+        self.ask(partial(actions.pin, self, self.view()))
 
-    @work(group="dialog", exclusive=True, exit_on_error=False)
-    async def action_tts(self) -> None:
-        await actions.set_tts(self, self.view())
+    def action_tts(self) -> None:
+        self.ask(partial(actions.set_tts, self, self.view()))
 
-    def _session(self, key: str | None) -> Any:
-        rows = self._shown.sessions
+    def _session(self) -> SessionRow | None:
+        """The selected one."""
+        page = self.page_in_front
+        key, rows = None if page is None else page.selected_session, self._shown.sessions
         return next((s for s in rows if s.key == key), None) or next((s for s in rows if s.id == key), None)
 
-    @work(group="dialog", exclusive=True, exit_on_error=False)
-    async def action_export(self) -> None:
+    def action_export(self) -> None:
+        self.ask(self._ask_for_form)
+
+    async def _ask_for_form(self) -> None:
         chosen = await self.push_screen_wait(Choose("export", [(form, text) for form, text in export.FORMS.items()]))
         if chosen is not None:
             self.export(chosen)
@@ -462,13 +540,23 @@ class MonitorApp(App[int]):
         self.notify(say(text), severity=severity, timeout=4, markup=False)
 
     def action_command_palette(self) -> None:
-        if not CommandPalette.is_open(cast("App[object]", self)):
+        if not self.in_dialog and not CommandPalette.is_open(cast("App[object]", self)):
             self.push_screen(CommandPalette(placeholder="a page, an action, a session, an engine", id="--command-palette"))
 
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
         for command in super().get_system_commands(screen):
             if command.title not in ("Keys", "Screenshot"):  # Help and Export are ours
                 yield command
+
+
+async def finished(work: Coroutine[Any, Any, None]) -> None:
+    """Wait for work in a thread to its end, also when cancelled: a thread cannot be stopped, and must not be left at work."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait((task,))
+        raise
 
 
 class _AsciiBars(ScrollBarRender):

@@ -63,9 +63,25 @@ class View:
         return next((e for e in engines if e.key == self.engine), engines[0] if engines else None)
 
     @property
+    def engine_to_act_on(self) -> EngineRow | None:
+        """The chosen engine itself, the first while none was chosen. None where the chosen row has none or has gone: an action is
+        never for another engine."""
+        engines = self.snapshot.engines
+        if self.engine is None:
+            return engines[0] if engines else None
+        return next((e for e in engines if e.key == self.engine), None)
+
+    @property
     def source_row(self) -> SourceRow | None:
         """The chosen source, where it has shown no engine yet."""
         return next((s for s in self.snapshot.sources if source_key(s) == self.engine), None)
+
+    def why_no_arms(self, engine: EngineRow) -> str:
+        """Why an engine has no arm to show or pin."""
+        source = next((s for s in self.snapshot.sources if s.name == engine.source), None)
+        if source is None or not (source.can_act or source.kind == "gateway"):
+            return "no economics: this source has no gateway"
+        return "no economics yet: the gateway has told of no arm"
 
     @property
     def engine_names(self) -> dict[str, str]:
@@ -299,6 +315,14 @@ class Page(Screen[None]):
     @property
     def selected_session(self) -> str | None:
         return None
+
+    @property
+    def selected_engine(self) -> str | None:
+        """Key of the fleet's row that the cursor is on; None on a page without the fleet."""
+        return None
+
+    def select_engine(self, key: str | None) -> None:
+        """Put the fleet's cursor on an engine that was chosen elsewhere."""
 
     def rows_for_export(self) -> Sequence[object]:
         """The rows of the page's table, for CSV."""

@@ -267,6 +267,18 @@ class Overview(Page):
     def action_open(self) -> None:
         self.table.action_open()
 
+    def on_screen_resume(self) -> None:
+        """The engine may have been changed on another page; Textual calls the base class's handler itself."""
+        self.select_engine(self.monitor_app.engine)
+
+    @property
+    def selected_engine(self) -> str | None:
+        return self.table.cursor_key
+
+    def select_engine(self, key: str | None) -> None:
+        if key is not None:
+            self.table.move_to(key)
+
     @on(Table.Moved, "#fleet")
     def _moved(self, event: Table.Moved) -> None:
         self.monitor_app.action_engine(event.key)

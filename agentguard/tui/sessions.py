@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from rich.cells import chop_cells
 from textual import on
 from textual.binding import Binding, BindingType
 from textual.widget import Widget
@@ -16,7 +17,7 @@ from agentguard.tui.chart import bar, spark
 from agentguard.tui.format import PHASES, SESSION_STATES, age, clock, count, number, percent, seconds, whole
 from agentguard.tui.frame import Page, Panel, View, fields
 from agentguard.tui.glyphs import words
-from agentguard.tui.lines import Line, Span, fit, wrap
+from agentguard.tui.lines import Line, Span, clean, fit, wrap
 from agentguard.tui.table import Column, Table
 
 EMPTY = "no session yet; agents send their session id as X-Session-Id"
@@ -258,6 +259,35 @@ STEPS: tuple[Column[Step], ...] = (
 )  # fmt: skip
 
 
+TAILS = 128
+"""A gateway gives out the words of that many running traces, the latest ones (`gateway.app.TAILS`)."""
+
+
+def why_no_words(view: View, session: SessionRow | None) -> str:
+    """Why there is nothing of the running trace to show, although the operator turned content on."""
+    if session is None or session.running_request is None:
+        return "no step runs now"
+    # the monitor's one line about it; there is no other word of a gateway that refuses
+    refused = f"{session.source} gives no content"
+    if any(e.kind == "source" and e.text.startswith(refused) for e in view.snapshot.events):
+        return "content is off: this gateway gives none out"
+    if session.phase == "queued":
+        return "queued: it has no words yet"
+    told = view.snapshot.content
+    others = sum(s.running_request in told for s in view.snapshot.sessions if s.source == session.source)
+    if others >= TAILS:
+        return f"this gateway tells the words of its latest {TAILS} running traces only"
+    return "no words of it yet; they are asked for once a second"
+
+
+def rows_of(text: str, width: int) -> list[str]:
+    """The text in rows of at most ``width`` cells; wide characters take two."""
+    rows: list[str] = []
+    for line in text.splitlines():
+        rows += [part for part in chop_cells(clean(line), width) if part] or [""]
+    return rows
+
+
 class SessionDetail(Page):
     NAME = "session"
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,backspace", "back", "Back", key_display="Esc", id="session.back")]
@@ -293,14 +323,10 @@ class SessionDetail(Page):
         title: Line = (("the trace now", "title"),)
         if not view.content:
             return [title, (("content is off; start with --content to see it", "dim"),), *[()] * max(0, height - 2)][:height]
-        request = session.running_request if session is not None else None
-        text = view.snapshot.content.get(request or "", "")
+        text = view.snapshot.content.get(session.running_request or "", "") if session is not None else ""
         if not text:
-            quiet = "no step runs now" if request is None else "content is off: this gateway gives none out"
-            return [title, ((quiet, "dim"),), *[()] * max(0, height - 2)][:height]
-        lines: list[Line] = []
-        for part in text[-width * height * 2 :].splitlines():
-            lines += [((part[i : i + width], "think"),) for i in range(0, max(1, len(part)), width)]
+            return [title, ((why_no_words(view, session), "dim"),), *[()] * max(0, height - 2)][:height]
+        lines: list[Line] = [((part, "think"),) for part in rows_of(text[-width * height * 2 :], width)]
         lines = lines[-(height - 1) :] if height > 1 else []
         return [title, *lines, *[()] * (height - 1 - len(lines))]
 

@@ -9,7 +9,7 @@ from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
 from textual.widget import Widget
 
-from agentguard.monitor.snapshot import ArmRow, Bin, Speculation, Tts
+from agentguard.monitor.snapshot import ArmRow, Bin, EngineRow, Speculation, Tts
 from agentguard.monitor.words import rule
 from agentguard.tui.chart import Plot, bar, chart, scale, spark
 from agentguard.tui.format import age, count, interval, number, percent, whole
@@ -26,6 +26,12 @@ STRICT, RELAXED, CUT, REJECTED = "█", "▓", "▒", "·"
 def speculation_of(view: View) -> Speculation | None:
     engine = view.engine_row
     return None if engine is None else next((s for s in view.snapshot.speculation if s.engine == engine.key), None)
+
+
+def of_the_arm(spec: Speculation, engine: EngineRow) -> bool:
+    """Are these the rounds of the arm on the engine's row, run as itself? Else a gain of them would stand beside the arm's λ and be
+    another's: after a switch they are strict's, and without a known rule those of all rules."""
+    return spec.rule is not None and spec.rule == engine.arm
 
 
 def _filled(lines: list[Line], height: int) -> list[Line]:
@@ -46,13 +52,14 @@ def summary_panel(view: View, width: int, height: int) -> list[Line]:
     if spec is None or spec.rounds == 0:
         return _filled([fields(parts, width), (("no verification was seen", "dim"),)], height)
     strict = spec.strict_accepted_length
-    gain = None if strict is None or spec.accepted_length is None else (spec.accepted_length + 1) / (strict + 1)
     parts += [
+        # what the rest is of comes first, as the last ones have no room in a narrow terminal
+        (("of ", "dim"), (words(rule(spec.rule)), "text")) if spec.rule else (("of all rules", "dim"),),
         (("ℓ ", "dim"), (number(spec.accepted_length), "length")),
         (("strict would accept ", "dim"), (number(strict), "text")),
-        (("gain ", "dim"), (number(gain), "gain")),
-        (("rule ", "dim"), (words(rule(spec.rule)) if spec.rule else "—", "text")),
     ]
+    if engine is not None and of_the_arm(spec, engine) and spec.accepted_length is not None and strict is not None:
+        parts.append((("gain ", "dim"), (number((spec.accepted_length + 1) / (strict + 1)), "gain")))
     second: list[Line] = [
         (("rounds ", "dim"), (whole(spec.rounds), "text")),
         (("accepted ", "dim"), (f"{whole(spec.accepted)} of {whole(spec.drafted)}", "text")),
@@ -176,6 +183,7 @@ def tts_panel(view: View, width: int, height: int) -> list[Line]:
         ], width),
         fields([
             _verdict_of(tts),
+            (("of all rules", "dim"),),
             (("overlap live ", "dim"), (number(tts.live_overlap), "length")),
             (("frozen ", "dim"), (number(tts.frozen_overlap), "gain")),
             (("train/publish ms ", "dim"), (f"{number(tts.train_ms, 1)}/{number(tts.publish_ms, 1)}", "text")),
@@ -223,11 +231,11 @@ def _verdict_of(tts: Tts) -> Line:
 
 def arms_panel(view: View, width: int, height: int) -> list[Line]:
     """Every arm of this engine's classes: what the guard decided, and on what."""
-    spec = speculation_of(view)
-    arms = spec.arms if spec is not None and spec.arms else view.snapshot.arms
+    spec, engine = speculation_of(view), view.engine_row
+    arms = spec.arms if spec is not None else ()
     lines: list[Line] = [(("arms", "title"),)]
     if not arms:
-        lines.append((("no economics: this source has no gateway", "dim"),))
+        lines.append(((view.why_no_arms(engine) if engine is not None else "no engine", "dim"),))
     for arm in arms[: height - 1]:
         lines.append(arm_line(arm, width))
     if len(arms) > height - 1:
@@ -277,4 +285,5 @@ class SpeculationPage(Page):
         return None if engine is None else engine.name
 
     def rows_for_export(self) -> Sequence[object]:
-        return self.monitor_app.view().snapshot.arms
+        spec = speculation_of(self.monitor_app.view())
+        return spec.arms if spec is not None else ()

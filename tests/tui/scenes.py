@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -357,6 +358,12 @@ class SceneMonitor:
         self.calls: list[tuple[Any, ...]] = []
         self.refuse: AgentGuardError | None = None
         self.fail: Exception | None = None
+        self.threads: list[int] = []
+        """In which thread each seek ran."""
+        self.held: threading.Event | None = None
+        """Every seek waits for it."""
+        self.slow: asyncio.Event | None = None
+        """Every action waits for it."""
         self.opened = 0
 
     @asynccontextmanager
@@ -365,6 +372,7 @@ class SceneMonitor:
         yield self
 
     def snapshot(self) -> Snapshot:
+        self.calls += [("snapshot during a seek",)] if self.held is not None and not self.held.is_set() and self.threads else []
         if self.fail is not None:
             raise self.fail
         return self.scene
@@ -389,6 +397,9 @@ class SceneMonitor:
 
     def seek(self, t: float) -> None:
         self.calls.append(("seek", t))
+        self.threads.append(threading.get_ident())
+        if self.held is not None:
+            self.held.wait(60)
         self._playback(at_t=t)
 
     def set_speed(self, speed: float) -> None:
@@ -401,13 +412,15 @@ class SceneMonitor:
 
     async def _act(self, *call: Any) -> str:
         await asyncio.sleep(0)
+        if self.slow is not None:
+            await self.slow.wait()
         if self.refuse is not None:
             raise self.refuse
         self.calls.append(call)
         return f"done: {call[0]}"
 
-    async def close_trace(self, session: str) -> str:
-        return await self._act("close_trace", session)
+    async def close_trace(self, session: str, request: str | None = None) -> str:
+        return await self._act("close_trace", session, request)
 
     async def set_limit(self, session: str, meter: Literal["steps", "tokens", "no_progress"], limit: int) -> str:
         return await self._act("set_limit", session, meter, limit)

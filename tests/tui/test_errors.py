@@ -10,21 +10,33 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
+import httpx2
 import pytest
+from rich.cells import cell_len
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse
+from starlette.routing import Route
 from textual.worker import WorkerState
 
 from agentguard.errors import ConfigError
 from agentguard.events import encode_json
+from agentguard.monitor.feed import Feed
 from agentguard.monitor.live import open_monitor
+from agentguard.monitor.model import Model
 from agentguard.monitor.options import Options
 from agentguard.monitor.simulator import Simulator
-from agentguard.monitor.snapshot import Playback
+from agentguard.monitor.snapshot import EventLine, Playback
+from agentguard.monitor.sources import GatewaySource, TailReader
 from agentguard.tui import run as run_screen
 from agentguard.tui.app import MonitorApp
-from agentguard.tui.sessions import SessionDetail, Sessions
+from agentguard.tui.frame import Panel, View
+from agentguard.tui.lines import text_of
+from agentguard.tui.sessions import TAILS, SessionDetail, Sessions, rows_of, why_no_words
 from agentguard.tui.settings import Settings, load
-from tests.tui.scenes import SceneMonitor, T, down, healthy, no_servers, session, stale
+from tests.tui.scenes import GATEWAY, SceneMonitor, T, down, healthy, no_servers, session, stale
 from tests.tui.screen import running
 
 
@@ -146,8 +158,56 @@ async def test_live_tail_only_with_content() -> None:
     async with running(scene, content=True) as run:
         await run.press("2", "enter")
         assert any("let me think about it" in line for line in run.text)
-        await run.show(dataclasses.replace(scene, content={}))
-        assert any("content is off: this gateway gives none out" in line for line in run.text)
+
+
+async def test_why_there_are_no_words_of_a_trace() -> None:
+    from agentguard.gateway import app as gateway
+
+    assert gateway.TAILS == TAILS
+    one = session(1)
+    refused = EventLine(9, T, "info", "source", f"{GATEWAY} gives no content (403): this gateway gives no content")
+    crowd = tuple(session(n) for n in range(2, TAILS + 2))
+    words = {s.running_request or "": "words" for s in crowd}
+    cases: tuple[tuple[dict[str, Any], str], ...] = (
+        ({}, "no words of it yet; they are asked for once a second"),
+        ({"sessions": (session(1, phase="queued"),)}, "queued: it has no words yet"),
+        ({"sessions": (session(1, running_request=None),)}, "no step runs now"),
+        ({"sessions": ()}, "no step runs now"),
+        ({"sessions": (one, *crowd), "content": words}, f"tells the words of its latest {TAILS} running traces only"),
+        ({"sessions": (one, *crowd[1:]), "content": words}, "no words of it yet"),
+        ({"events": (refused,)}, "content is off: this gateway gives none out"),
+    )
+    async with running(healthy(), content=True) as run:
+        await run.press("2", "enter")
+        for changes, said in cases:
+            await run.show(healthy(**changes))
+            tail = run.app.screen.query_one("#tail", Panel)
+            assert said in text_of(tail.lines[1]), said
+
+
+async def test_the_monitor_says_of_a_gateway_without_content_what_the_screen_looks_for() -> None:
+    """The real line of the event log, from a server that answers as a gateway without content does."""
+
+    async def refuse(_: object) -> JSONResponse:
+        return JSONResponse({"error": {"message": "no"}}, 403)
+
+    transport = httpx2.ASGITransport(Starlette(routes=[Route("/agentguard/tails", refuse)]))
+    model = Model(clock=lambda: T)
+    model.add_source(GATEWAY, "gateway")
+    source = GatewaySource(GATEWAY, Feed(model, lambda: T), interval_s=1.0)
+    with patch("agentguard.monitor.sources.http_client", lambda url, **_: httpx2.AsyncClient(transport=transport, base_url=url)):
+        await TailReader(source, None).run()
+    await source.client.aclose()
+    view = View(dataclasses.replace(healthy(), events=model.snapshot().events), content=True)
+    assert why_no_words(view, session(1)) == "content is off: this gateway gives none out"
+
+
+@pytest.mark.parametrize("width", [2, 7, 20])
+def test_wide_words_lose_nothing(width: int) -> None:
+    text = "名前を考える wait\n\x1b[2J絵文字 🙂 [b]bold[/b]\n\nend"
+    rows = rows_of(text, width)
+    assert all(cell_len(row) <= width for row in rows)
+    assert "".join(rows) == text.replace("\x1b", "?").replace("\n", "")
 
 
 async def test_a_real_recording_is_scrubbed(tmp_path: Path) -> None:

@@ -7,22 +7,45 @@ import csv
 import dataclasses
 import io
 import json
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from textual.app import App
 from textual.binding import Binding
 from textual.command import CommandPalette
+from textual.widgets import OptionList, Static
+from textual.worker import WorkerCancelled
 
 from agentguard.errors import ActionRefusedError, ConfigError
 from agentguard.tui.app import MonitorApp
+from agentguard.tui.commands import ACTIONS
 from agentguard.tui.dialogs import Ask, Choose, Confirm
-from agentguard.tui.frame import PAGES, Page
+from agentguard.tui.event_log import Events
+from agentguard.tui.frame import PAGES, Page, Panel
+from agentguard.tui.lines import text_of
 from agentguard.tui.sessions import SessionDetail, Sessions
+from agentguard.tui.speculation import SpeculationPage
 from agentguard.tui.table import Table
 from agentguard.tui.themes import CYCLE
-from tests.tui.scenes import GATEWAY, ONE, PLAYBACK, RULE, T, healthy, many_sessions, session, source, speculation
+from tests.tui.scenes import (
+    GATEWAY,
+    ONE,
+    PLAYBACK,
+    RULE,
+    SERVER,
+    T,
+    down,
+    engine,
+    healthy,
+    many_sessions,
+    session,
+    source,
+    speculation,
+    step,
+)  # fmt: skip
 from tests.tui.screen import Running, running
 
 TWO = f"{GATEWAY} qwen3-8b 2"
@@ -45,6 +68,11 @@ def page(run: Running) -> Page:
     screen = run.app.screen
     assert isinstance(screen, Page)
     return screen
+
+
+def dialog(run: Running) -> str:
+    """What the dialog in front asks."""
+    return str(run.app.screen.query_one(".question", Static).content)
 
 
 def marked(run: Running) -> str:
@@ -259,11 +287,11 @@ async def closes_a_trace(run: Running) -> None:
         assert isinstance(run.app.screen, Sessions)
         await run.press("c")
     await run.press("y")
-    assert run.monitor.calls == [("close_trace", SECOND)]
+    assert run.monitor.calls == [("close_trace", SECOND, "chatcmpl-2")]
     assert run.notices[-1] == "done: close_trace"
     # in a session's own page, and with the list instead of the letter
     await run.press("enter", "c", "down", "enter")
-    assert run.monitor.calls[1:] == [("close_trace", SECOND)]
+    assert run.monitor.calls[1:] == [("close_trace", SECOND, "chatcmpl-2")]
 
 
 @key("app.limit", "ask.cancel")
@@ -358,6 +386,44 @@ async def scrubs_a_replay(run: Running) -> None:
     assert run.monitor.calls[-1] == ("paused", False)
 
 
+async def test_a_long_seek_holds_nothing_up_and_keys_in_a_row_are_one() -> None:
+    async with running(healthy(playback=PLAYBACK)) as run:
+        run.monitor.held = threading.Event()
+        await run.pilot.press("left")
+        while not run.monitor.threads:
+            await run.pilot.pause(0.001)
+        assert run.monitor.threads != [threading.get_ident()]
+        # the screen goes on, and the seek has not ended
+        await run.pilot.press("left", "left", "left", "greater_than_sign", "r", "2")
+        while page(run).NAME != "sessions":
+            await run.pilot.pause(0.001)
+        assert run.monitor.calls == [("seek", T - 10)]
+        run.monitor.held.set()
+        await run.settle()
+        assert run.monitor.calls == [("seek", T - 10), ("seek", T - 40), ("speed", 2.0)]
+        await run.press("right")
+        assert run.monitor.calls[-1] == ("seek", T - 30)
+
+
+async def test_leaving_during_a_seek_waits_for_its_thread() -> None:
+    async with running(healthy(playback=PLAYBACK)) as run:
+        held = run.monitor.held = threading.Event()
+        await run.pilot.press("left")
+        while not run.monitor.threads:
+            await run.pilot.pause(0.001)
+        seek = next(w for w in run.app.workers if w.group == "play")
+        seek.cancel()
+        await run.pilot.pause(0.01)
+        assert not seek.is_finished
+        held.set()
+        with pytest.raises(WorkerCancelled):
+            await seek.wait()
+        await run.settle()
+        # the next key is not lost
+        await run.press("left")
+        assert [call[0] for call in run.monitor.calls] == ["seek", "seek"]
+
+
 @pytest.mark.parametrize("case", sorted({check.__name__ for check in CASES.values()}))
 async def test_keys(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -369,6 +435,61 @@ async def test_keys(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_every_binding_has_a_test() -> None:
     dialogs = {b.id for owner in (Choose, Confirm, Ask) for b in owner.BINDINGS if isinstance(b, Binding)}
     assert set(CASES) == MonitorApp.binding_ids() | dialogs
+
+
+# which engine an action is for
+
+
+async def test_an_action_on_a_source_without_an_engine_is_for_no_other() -> None:
+    async with running(down()) as run:
+        await run.press("down", "down")
+        assert "127.0.0.1:8000" in marked(run)
+        for action in "pT":
+            await run.press(action)
+            assert isinstance(run.app.screen, Page)
+            assert "nothing to act on" in run.notices[-1]
+        # the chosen engine goes while its speculation is looked at
+        await run.press("up", "3")
+        assert "qwen3-8b/2" in run.text[3]
+        await run.show(healthy(engines=healthy().engines[:1]))
+        for action in "pT":
+            await run.press(action)
+            assert isinstance(run.app.screen, Page)
+        assert run.monitor.calls == []
+
+
+async def test_the_cursor_and_the_actions_are_on_one_engine() -> None:
+    async with running(healthy()) as run:
+        await run.press("3", "right_square_bracket", "1")
+        assert "qwen3-8b/2" in marked(run)
+        await run.press("p", "enter")
+        assert f"on qwen3-8b/2 ({GATEWAY})" in dialog(run)
+        await run.press("down", "enter")
+        assert f"on qwen3-8b/2 ({GATEWAY})?" in dialog(run)
+        await run.press("y")
+        assert run.monitor.calls == [("pin", TWO, "qwen3-8b / chat / tool", RULE, "strict")]
+        await run.press("T")
+        assert f"on qwen3-8b/2 ({GATEWAY})?" in dialog(run)
+
+
+async def test_an_engine_without_arms_is_given_no_other_engines() -> None:
+    server = engine(2, source=SERVER, arm=None, rule=None)
+    ours, plain = speculation(ONE), speculation(server.key, arms=())
+    sources = (source(), source(SERVER, kind="metrics", can_act=False))
+    scene = healthy(sources=sources, engines=(engine(1), server), speculation=(ours, plain))
+    async with running(scene) as run:
+        await run.press("down", "3", "p")
+        assert isinstance(run.app.screen, Page)
+        assert run.notices[-1] == "no arm to pin on qwen3-8b/2: no economics: this source has no gateway"
+        arms = page(run).query_one("#arms", Panel)
+        assert [text_of(line) for line in arms.lines][:3] == ["arms", "no economics: this source has no gateway", ""]
+        assert page(run).rows_for_export() == ()
+        await run.show(dataclasses.replace(scene, engines=(engine(1), engine(2)), speculation=(ours,)))
+        assert text_of(arms.lines[1]) == "no economics yet: the gateway has told of no arm"
+        await run.show(dataclasses.replace(scene, speculation=(ours, dataclasses.replace(plain, arms=ours.arms[:1]))))
+        await run.press("p")
+        assert run.notices[-1] == "no arm to pin on qwen3-8b/2: strict is the only arm there"
+        assert run.monitor.calls == []
 
 
 # what an operator may not do
@@ -408,6 +529,67 @@ async def test_the_same_notice_is_shown_once_in_a_while() -> None:
         assert run.notices == ["twice is enough"]
 
 
+async def test_only_the_trace_that_was_asked_about_is_closed() -> None:
+    """Not the next step's, and none when none runs."""
+    next_step = session(2, running_request="chatcmpl-next")
+    both = dataclasses.replace(next_step, bars=(*next_step.bars, step(9, 500, request="chatcmpl-2", done=False)))
+    async with running(healthy()) as run:
+        for gone in (healthy(sessions=(session(1), next_step)), healthy(sessions=(session(1),))):
+            await run.show(healthy())
+            await run.press("2", "g", "down", "c")
+            assert "session agent-0002 at 422 think tokens" in dialog(run)
+            await run.show(gone)
+            await run.press("y")
+            assert run.notices[-1] == "that trace of session agent-0002 has ended meanwhile; nothing was closed"
+        assert run.monitor.calls == []
+        await run.show(healthy(sessions=(session(1, running_request=None, think_tokens=None),)))
+        await run.press("g", "c")
+        assert isinstance(run.app.screen, Page)
+        assert run.notices[-1] == "no trace of session agent-0001 runs now"
+        # a newer step beside it does not end it
+        await run.show(healthy())
+        await run.press("g", "down", "c")
+        await run.show(healthy(sessions=(session(1), both)))
+        await run.press("y")
+        assert run.monitor.calls == [("close_trace", SECOND, "chatcmpl-2")]
+
+
+async def test_one_dialog_at_a_time() -> None:
+    async with running(healthy()) as run:
+        await run.press("2", "c")
+        question = run.app.screen
+        assert isinstance(question, Confirm)
+        await run.press("ctrl+p")
+        run.app.action_limit()
+        run.app.action_export()
+        await run.settle()
+        assert run.app.screen is question
+        await run.press("y")
+        assert run.monitor.calls == [("close_trace", FIRST, "chatcmpl-1")]
+        assert isinstance(run.app.screen, Page)
+        # two keys at once ask one question
+        run.app.action_close_trace()
+        run.app.action_limit()
+        await run.settle()
+        await run.press("escape")
+        assert isinstance(run.app.screen, Page)
+
+
+async def test_a_slow_action_is_told_although_another_dialog_is_open() -> None:
+    async with running(healthy()) as run:
+        run.monitor.slow = asyncio.Event()
+        await run.pilot.press("2", "c", "y")
+        while not any(w.group == "act" for w in run.app.workers):
+            await run.pilot.pause(0)
+        await run.pilot.press("x")
+        while not isinstance(run.app.screen, Choose):
+            await run.pilot.pause(0)
+        run.monitor.slow.set()
+        await run.settle()
+        assert run.notices[-1] == "done: close_trace"
+        assert isinstance(run.app.screen, Choose)
+
+
 # the palette
 
 
@@ -421,6 +603,9 @@ async def test_the_same_notice_is_shown_once_in_a_while() -> None:
         ("read every 2 s", lambda run: run.monitor.calls == [("interval", 2.0)]),
         ("pause the screen", lambda run: "‖ paused" in run.text[0]),
         ("pin an arm", lambda run: isinstance(run.app.screen, Choose)),
+        ("pause tts", lambda run: isinstance(run.app.screen, Confirm) and "Pause the draft" in dialog(run)),
+        ("next theme", lambda run: run.app.theme == CYCLE[1]),
+        ("read more often", lambda run: run.monitor.calls == [("interval", 5.0)]),
         ("record to a file", lambda run: run.monitor.calls == [("record", ".jsonl")]),
     ],
 )
@@ -435,12 +620,76 @@ async def test_palette(typed: str, seen: Callable[[Running], Any]) -> None:
         assert seen(run), run.text
 
 
+@pytest.mark.parametrize(
+    ("start", "typed", "keys", "seen"),
+    [
+        ("2", "close this trace", "y", lambda run: run.monitor.calls == [("close_trace", FIRST, "chatcmpl-1")]),
+        ("2", "change a session's limit", "", lambda run: "Change which limit of session agent-0001?" in dialog(run)),
+        ("1", "pause tts", "y", lambda run: run.monitor.calls == [("set_tts", ONE, False)]),
+        ("1", "seek 60 s back", "", lambda run: run.monitor.calls == [("seek", T - 60)]),
+        ("1", "seek 10 s forth", "", lambda run: run.monitor.calls == [("seek", T + 10)]),
+        ("1", "speed: faster", "", lambda run: run.monitor.calls == [("speed", 2.0)]),
+        ("3", "next engine", "", lambda run: run.app.view().engine == TWO),
+        ("4", "severity of the events", "", lambda run: "warnings and alarms" in run.text[3]),
+    ],
+)
+async def test_palette_on_its_page(start: str, typed: str, keys: str, seen: Callable[[Running], Any]) -> None:
+    async with running(healthy(playback=PLAYBACK)) as run:
+        await run.press(start, "ctrl+p")
+        await run.type(typed)
+        await run.press("enter")
+        if isinstance(run.app.screen, CommandPalette):
+            await run.press("enter")
+        await run.settle()
+        await run.press(*keys)
+        assert seen(run), run.text
+
+
+def test_every_key_but_those_that_move_is_in_the_palette() -> None:
+    """As docs/tui.md says; pages, quitting and help have commands of their own."""
+    owners = (MonitorApp, SpeculationPage, Events)
+    bound = {b.action for owner in owners for b in owner.BINDINGS if isinstance(b, Binding)}
+    known = {f"app.{action}" if not action.startswith("app.") else action for action in bound if action != "level"}
+    known -= {"app.quit", "app.open"} | {a for a in known if a.startswith("app.page(")}
+    inherited = {f"app.{b.action}" for b in App.BINDINGS if isinstance(b, Binding)}
+    assert known - inherited == {action for action, _, _ in ACTIONS} - {"screen.level"}
+    assert "level" in bound
+
+
 async def test_palette_lists_pages_and_actions_before_anything_is_typed() -> None:
     async with running(healthy(), (120, 60)) as run:
         await run.press("ctrl+p")
         text = "\n".join(run.text)
         for name in ("Go to Sessions", "Pin an arm", "Export CSV"):
             assert name in text
+
+
+EVIL = ("x[/bold] agent-0", "[bold]agent-0", "a [/b] agent-0[", r"agent-0 \[red]", "agent-0 [@click=app.quit]")
+"""Names as a client may choose them."""
+
+
+@pytest.mark.parametrize("name", EVIL)
+async def test_the_palette_takes_no_name_for_markup(name: str) -> None:
+    """Ids of sessions, models and engines come from clients and servers."""
+    evil = session(1, id=name, key="evil")
+    scene = healthy(sessions=(evil, session(2)), engines=(engine(1, name=f"{name} engine", model=name),))
+    async with running(scene) as run:
+        await run.press("ctrl+p")
+        await run.type("session agent-0")
+        palette = run.app.screen
+        assert isinstance(palette, CommandPalette)
+        options = palette.query_one(OptionList)
+        while options.option_count < 2:
+            await run.pilot.pause(0)
+        shown = [str(options.get_option_at_index(i).prompt) for i in range(options.option_count)]
+        assert f"Session {name}\nrunning" in shown
+        assert "Session agent-0002\nrunning" in shown
+        await run.press("escape", "escape", "ctrl+p")
+        await run.type("engine agent")
+        options = run.app.screen.query_one(OptionList)
+        while options.option_count < 1:
+            await run.pilot.pause(0)
+        assert str(options.get_option_at_index(0).prompt).startswith(f"Engine {name} engine\n")
 
 
 # the mouse

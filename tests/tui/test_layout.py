@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 from rich.cells import cell_len
+from textual.widgets import Static
 
-from agentguard.monitor.snapshot import EngineRow, SessionRow, Snapshot
+from agentguard.monitor.snapshot import EngineRow, EventLine, SessionRow, Snapshot
 from agentguard.tui.format import SESSION_STATES, SEVERITIES, STATES
 from agentguard.tui.glyphs import GLYPHS
 from tests.tui.scenes import STATES as SCENES
-from tests.tui.scenes import T, engine, healthy, one_trip, session, source, step
+from tests.tui.scenes import T, engine, healthy, one_trip, session, source, speculation, step
 from tests.tui.screen import Running, dump, lines, running
 
 SIZES = ((60, 20), (80, 24), (120, 40), (200, 60))
@@ -69,6 +70,42 @@ async def test_nothing_is_cut(size: tuple[int, int]) -> None:
                 assert any("q Quit" in line for line in run.text)
                 assert f"[{page}" in run.text[0]
                 assert any(SEVERITIES[scene.verdict.severity][0] in line for line in run.text)
+
+
+WIDE = "名前を考える-絵文字🙂"
+MARKUP = "x[/bold] [red]a[/b][@click=app.quit]"
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", [WIDE, MARKUP], ids=["wide", "markup"])
+async def test_wide_and_markup_names_keep_every_line_whole(name: str, size: tuple[int, int]) -> None:
+    """Whatever clients and servers call themselves: each line has the screen's width, and the sign and the numbers stay."""
+    one = session(1, id=name, key="odd", why="", caller=name, model=name)
+    text = f"{name} said {name}"
+    scene = dataclasses.replace(
+        healthy(), engines=(engine(1, name=name, model=name),), sessions=(one,),
+        verdict=dataclasses.replace(healthy().verdict, text=text), events=(EventLine(1, T, "warning", "trace_closed", text),),
+    )  # fmt: skip
+    content = {one.running_request or "": f"{text} " * 40}
+    async with running(dataclasses.replace(scene, content=content), size, content=True) as run:
+        for keys in ("1", "2", "enter", "3", "4"):
+            await run.press(keys)
+            shown = lines(run.app)
+            assert [cell_len(line) for line in shown] == [size[0]] * size[1], keys
+            assert any(name[:4] in line for line in shown), keys
+            assert "q Quit" in shown[-1]
+        await run.press("2")
+        row = next(line for line in run.text if line.startswith("▶"))
+        assert name[:4] in row
+        assert any(f" {one.steps} " in line for line in run.text if line.startswith("▶"))
+        for keys, asked in (("c", "Close the running trace of session"), ("l", "Change which limit of session")):
+            await run.press(keys)
+            question = run.app.screen.query_one(".question", Static)
+            assert str(question.content).startswith(f"{asked} {name}")
+            # the dialog wraps and cuts nothing
+            assert question.size.height >= -(-cell_len(str(question.content)) // question.size.width)
+            assert [cell_len(line) for line in lines(run.app)] == [size[0]] * size[1]
+            await run.press("escape")
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -140,6 +177,18 @@ async def test_each_number_says_what_it_is_taken_over() -> None:
         for page, words in (("2", "whole life"), ("3", "over the last"), ("4", "within 60 s is one line")):
             await run.press(page)
             assert words in run.text[-2]
+
+
+async def test_speculation_says_of_which_rounds_it_is_and_has_a_gain_only_of_the_arm() -> None:
+    """A gain of several rules' rounds is no rule's gain."""
+    spec = speculation(engine(1).key)
+    async with running(healthy(speculation=(spec,))) as run:
+        await run.press("3")
+        assert "of cactus δ=0.25  ℓ 3.12  strict would accept 1.56  gain 1.61" in run.text[3]
+        for changes, words in (({"rule": None}, "of all rules"), ({"rule": "strict"}, "of strict")):
+            await run.show(healthy(speculation=(dataclasses.replace(spec, **changes),)))
+            assert f"{words}  ℓ 3.12" in run.text[3]
+            assert "gain" not in run.text[3]
 
 
 @pytest.mark.parametrize("theme", ["ansi-dark", "agentguard-dark"])

@@ -7,6 +7,7 @@ import base64
 import contextlib
 import importlib.util
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -20,7 +21,7 @@ import pytest
 
 from agentguard.errors import ConfigError
 from agentguard.monitor.options import Options
-from agentguard.tui.web import PAGE, arguments, foreign, serve
+from agentguard.tui.web import PAGE, VISITORS, arguments, foreign, serve
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 needs_serve = pytest.mark.skipif(importlib.util.find_spec("textual_serve") is None, reason="textual-serve is not installed")
@@ -28,17 +29,18 @@ needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this
 
 
 @pytest.fixture(scope="module")
-def port() -> Iterator[int]:
-    """A server of the simulated gateway."""
+def address() -> Iterator[str]:
+    """Of a server of the simulated gateway, as it prints it."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         number: int = free.getsockname()[1]
     words = [sys.executable, "-m", "agentguard", "tui", "--web", "--port", str(number), "--demo", "losing-rule", "--speed", "4"]
     with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as server:
         assert server.stderr is not None
-        assert f"http://127.0.0.1:{number}" in server.stderr.readline()
+        printed = server.stderr.readline().split()[2]
+        assert re.fullmatch(rf"http://127\.0\.0\.1:{number}/[\w-]{{22}}/", printed)
         try:
-            yield number
+            yield printed
         finally:
             server.terminate()
             server.wait(20)
@@ -116,12 +118,12 @@ async def browser(folder: Path) -> AsyncIterator[Browser]:
 
 @needs_serve
 @needs_browser
-async def test_a_browser_shows_the_monitor_and_its_keys_work(port: int, tmp_path: Path) -> None:
+async def test_a_browser_shows_the_monitor_and_its_keys_work(address: str, tmp_path: Path) -> None:
     shots = Path(os.environ.get("AGENTGUARD_SHOTS", tmp_path))
     async with browser(tmp_path / "profile") as page:
         await page.do("Network.enable")
         await page.do("Page.enable")
-        await page.do("Page.navigate", url=f"http://127.0.0.1:{port}/")
+        await page.do("Page.navigate", url=address)
         await page.until("[1 Overview]")
         await page.until("qwen3-8b")
         picture = b""
@@ -149,21 +151,66 @@ def colours(png: bytes) -> int:
 
 
 @needs_serve
-async def test_only_our_own_page_may_ask(port: int) -> None:
+async def test_only_our_own_page_may_ask(address: str) -> None:
     import aiohttp
 
-    url, ours = f"http://127.0.0.1:{port}", f"127.0.0.1:{port}"
+    ours = address.split("/")[2]
     async with aiohttp.ClientSession() as http:
         for headers, path, status in (
-            ({}, "/", 200),
-            ({"Host": "evil.example"}, "/", 403),
-            ({"Origin": "http://evil.example"}, "/ws", 403),
-            ({}, "/ws", 403),
+            ({}, "", 200),
+            ({}, "static/js/textual.js", 200),
+            ({"Host": "evil.example"}, "", 403),
+            ({"Origin": "http://evil.example"}, "ws", 403),
+            ({}, "ws", 403),
         ):
-            async with http.get(url + path, headers={"Host": ours} | headers) as reply:
+            async with http.get(address + path, headers={"Host": ours} | headers) as reply:
                 assert reply.status == status, (headers, path)
         with pytest.raises(aiohttp.WSServerHandshakeError):
-            await http.ws_connect(f"{url}/ws", origin="http://evil.example")
+            await http.ws_connect(f"{address}ws", origin="http://evil.example")
+
+
+@needs_serve
+async def test_without_the_key_nothing_answers_whatever_it_says_of_itself(address: str) -> None:
+    """Another user of the machine can send any Host and Origin."""
+    import aiohttp
+
+    base, key = f"http://{address.split('/')[2]}", address.split("/")[3]
+    async with aiohttp.ClientSession() as http:
+        for path in ("/", "/ws", f"/{key[:-1]}/", f"/{key}x/", "/static/js/textual.js", "/x/ws", "/download", "/download/"):
+            async with http.get(base + path, headers={"Origin": base}) as reply:
+                assert reply.status == 403, path
+                assert key not in await reply.text()
+        async with http.get(f"{base}/download/guessed", headers={"Origin": base}) as reply:
+            assert reply.status == 404
+        for path in ("/ws", f"/{key[::-1]}/ws"):
+            with pytest.raises(aiohttp.WSServerHandshakeError) as caught:
+                await http.ws_connect(base + path, origin=base)
+            assert caught.value.status == 403
+
+
+@needs_serve
+async def test_a_few_visitors_at_once_and_a_place_that_is_left_is_free_again(address: str) -> None:
+    import aiohttp
+
+    base = f"http://{address.split('/')[2]}"
+
+    async def visit() -> aiohttp.ClientWebSocketResponse:
+        """As soon as there is a place: the process of a page that was closed takes a moment to end."""
+        async with asyncio.timeout(60):
+            while True:
+                with contextlib.suppress(aiohttp.WSServerHandshakeError):
+                    return await http.ws_connect(f"{address}ws", origin=base)
+                await asyncio.sleep(0.05)
+
+    async with aiohttp.ClientSession() as http:
+        open_pages = [await visit() for _ in range(VISITORS)]
+        with pytest.raises(aiohttp.WSServerHandshakeError) as caught:
+            await http.ws_connect(f"{address}ws", origin=base)
+        assert caught.value.status == 503
+        await open_pages.pop().close()
+        open_pages.append(await visit())
+        for page in open_pages:
+            await page.close()
 
 
 def test_foreign() -> None:
