@@ -34,9 +34,8 @@ class Tap:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(endpoint)
         self._subscribers = 0
-        self._lock = (
-            threading.Lock()
-        )  # on runner V2 frames are sent by the outbox's thread, and a ZMQ socket is no two threads' own
+        # on runner V2 frames are sent by the outbox's thread, and a ZMQ socket is used by one thread at a time
+        self._lock = threading.Lock()
 
     @property
     def wanted(self) -> bool:
