@@ -24,6 +24,7 @@ LAST = ("session-id", "session_id", "thread-id", "conversation_id", "x-session-i
 PARENT = "x-parent-session-id"
 GUESSED = "h-"
 IDLE_S = 1800.0
+RETRY_S = 60.0
 _VENDOR = re.compile(r"x-[a-z0-9-]+-session-id")
 _SAFE = re.compile(r"[\x21-\x7e]{1,256}")
 _VOLATILE = re.compile(
@@ -83,7 +84,10 @@ def session_of(headers: Mapping[str, str], body: Mapping[str, Any]) -> tuple[str
 
     Raises ConfigError naming the header or field of a strange id.
     """
-    vendors = sorted(name for name in headers if _VENDOR.fullmatch(name) and name not in FIRST and name != PARENT)
+    # somebody's header that is no id is somebody's own affair; LiteLLM passes over it too
+    vendors = sorted(
+        n for n in headers if _VENDOR.fullmatch(n) and n not in (*FIRST, *LAST, PARENT) and _SAFE.fullmatch(headers[n])
+    )
     found = next((name for name in (*FIRST, *vendors, *LAST) if name in headers), None)
     name, value = (found, headers[found]) if found is not None else _in_body(headers, body)
     if name is None:
@@ -180,27 +184,35 @@ def _stable(content: Any) -> str:
 class Guesses:
     """Which run of a task a guessed id means. The same task started again is a new session: a request without a turn of the model's
     and no longer than the run's first begins one (an agent may leave a useless turn out and complain), and so does the first after
-    half an hour of silence. Bounded; the least recently used is forgotten."""
+    half an hour of silence. The very same request again within a minute of one that was refused is a retry of the run's first, not
+    a new run: what is remembered of a prompt that did not fit must be found. Bounded; the least recently used is forgotten."""
 
     def __init__(self, limit: int = 10_000, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit = limit
         self._clock = clock
-        self._runs: OrderedDict[Identity, tuple[int, float, int]] = OrderedDict()
+        self._runs: OrderedDict[Identity, tuple[int, float, int, int, bool]] = OrderedDict()
 
     def place(self, identity: Identity, body: Mapping[str, Any]) -> Identity:
         """The identity with the run's number; one that was not guessed as it is."""
         if not identity.guessed:
             return identity
         now = self._clock()
-        run, seen, first = self._runs.pop(identity, (0, now, 0))
+        run, seen, first, latest, refused = self._runs.pop(identity, (0, now, 0, 0, False))
         messages = list(messages_of(body))
+        mark = hash((len(messages), *(_stable(m.get("content")) for m in (*messages[:1], *messages[-1:]))))
         turns = any(m.get("role") == "assistant" or m.get("type") in _TURNS for m in messages)
-        if run == 0 or (not turns and len(messages) <= first) or now - seen > IDLE_S:
+        again = refused and mark == latest and now - seen <= RETRY_S
+        if run == 0 or (not turns and len(messages) <= first and not again) or now - seen > IDLE_S:
             run, first = run + 1, len(messages)
-        self._runs[identity] = (run, now, first)
+        self._runs[identity] = (run, now, first, mark, False)
         while len(self._runs) > self._limit:
             self._runs.popitem(last=False)
         return replace(identity, session=f"{identity.session}.{run}")
+
+    def refused(self, identity: Identity) -> None:
+        """The latest request of this identity, as `identify` gave it, got an error instead of a reply."""
+        if identity in self._runs:
+            self._runs[identity] = (*self._runs[identity][:4], True)
 
 
 _TURNS = ("reasoning", "function_call", "function_call_output")

@@ -173,7 +173,9 @@ async def one(port: int, key: str, asked: dict[str, Any], times: list[float] | N
 async def many(port: int, key: str, streams: int, asked: dict[str, Any]) -> float:
     """Chunks per second of ``streams`` streams at once."""
     started = time.perf_counter()
-    await asyncio.gather(*(one(port, key, asked) for _ in range(streams)))
+    seen = await asyncio.gather(*(one(port, key, asked) for _ in range(streams)))
+    if min(seen) < asked["chunks"]:
+        raise SystemExit(f"port {port} gave {min(seen)} of {asked['chunks']} chunks: a rate of what did not arrive is none")
     return streams * asked["chunks"] / (time.perf_counter() - started)
 
 
@@ -261,12 +263,26 @@ async def behind_litellm(server: int, gateway: int, pairs: int) -> dict[str, Any
         for pair in range(pairs):
             for name in ("alone", "with") if pair % 2 == 0 else ("with", "alone"):
                 rates[name].append(await many(ports[name], key, 8, {"chunks": 300}))
+        by_streams = {
+            name: {n: round(await many(port, key, n, {"chunks": chunks})) for n, chunks in ((1, 1500), (64, 100))}
+            for name, port in ports.items()
+        }
+        delays: dict[str, list[float]] = {"alone": [], "with": []}
+        for _ in range(3):
+            for name, port in ports.items():
+                await one(port, key, {"chunks": 200, "rate": 100, "timed": True}, delays[name])
     ratios = [b / a for a, b in zip(rates["alone"], rates["with"], strict=True)]
     return {
         "litellm_chunks_per_s": round(statistics.median(rates["alone"])),
         "litellm_and_gateway_chunks_per_s": round(statistics.median(rates["with"])),
         "behind_litellm_ratio": round(statistics.median(ratios), 3),
         "behind_litellm_ratios": [round(r, 3) for r in ratios],
+        "litellm_chunks_per_s_by_streams": by_streams["alone"],
+        "litellm_and_gateway_chunks_per_s_by_streams": by_streams["with"],
+        # LiteLLM may drop the server's own time from its chunks: then nothing is known
+        "added_behind_litellm_ms_p50": round(1e3 * (statistics.median(delays["with"]) - statistics.median(delays["alone"])), 3)
+        if all(delays.values())
+        else None,
     }
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from agentguard.errors import ConfigError
-from agentguard.identity import CALLER, IDLE_S, SESSION, Guesses, Identity, guess, identify
+from agentguard.identity import CALLER, IDLE_S, RETRY_S, SESSION, Guesses, Identity, guess, identify
 from agentguard.think_budget import asked_budget, asked_effort
 
 SYSTEM = "You are an agent. Today's date: 2026-11-30"
@@ -75,6 +75,20 @@ def test_a_task_started_again_is_a_new_session_and_so_is_one_after_a_long_silenc
     assert guesses.place(who, later).session.endswith(".1")  # forgotten
 
 
+def test_a_retry_of_the_first_request_is_no_new_session() -> None:
+    """An SDK tries a refused request again within seconds; what was answered and is asked again is another run of the task."""
+    now = 0.0
+    guesses = Guesses(clock=lambda: now)
+    who = identify({}, CHAT)
+    guesses.refused(who)  # nothing was placed yet
+    for _ in range(3):
+        assert guesses.place(who, CHAT).session.endswith(".1")
+        guesses.refused(who)
+    now = RETRY_S + 1
+    assert guesses.place(who, CHAT).session.endswith(".2")
+    assert guesses.place(who, CHAT).session.endswith(".3")
+
+
 @pytest.mark.parametrize(
     ("headers", "body", "session", "agent"),
     [
@@ -130,13 +144,22 @@ def test_efforts() -> None:
 @pytest.fixture
 def hook(monkeypatch: pytest.MonkeyPatch) -> Any:
     pytest.importorskip("fastapi")  # LiteLLM brings it
-    for name in ("litellm", "litellm.integrations", "litellm.integrations.custom_logger"):
+    names = ("litellm", "litellm.integrations", "litellm.integrations.custom_logger", "litellm.proxy", "litellm.proxy.proxy_server")
+    for name in names:
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules["litellm.proxy.proxy_server"].llm_router = SimpleNamespace(get_model_list=_deployments)  # type: ignore[attr-defined]
     sys.modules["litellm.integrations.custom_logger"].CustomLogger = object  # type: ignore[attr-defined]
     monkeypatch.delitem(sys.modules, "agentguard.integrations.litellm", raising=False)
     module = importlib.import_module("agentguard.integrations.litellm")
     yield module.hook
     del sys.modules["agentguard.integrations.litellm"]
+
+
+MODELS = {"local": ["hosted_vllm/qwen"], "claude": ["anthropic/claude-x"], "mixed": ["hosted_vllm/qwen", "openai/gpt"], "": []}
+
+
+def _deployments(model_name: str) -> list[dict[str, Any]]:
+    return [{"litellm_params": {"model": model}} for model in MODELS.get(model_name, ["hosted_vllm/any"])]
 
 
 def asked(headers: dict[str, str] | None = None, **body: Any) -> dict[str, Any]:
@@ -158,8 +181,51 @@ async def test_the_hook_adds_who_asks_and_what_may_be_thought_and_nothing_else(h
     assert out["extra_body"] == {"thinking_token_budget": 77, "reasoning_effort": "low"}
     assert out["extra_headers"][SESSION] == "ses_12345678"
     caller = out["extra_headers"][CALLER]
-    assert caller == hashlib.sha256(b"hashed-key").hexdigest()[:12]
+    assert caller == hashlib.sha256(b"0:hashed-key").hexdigest()[:12]
     assert {k: v for k, v in out.items() if k not in ("extra_body", "extra_headers")} == before
+
+
+@pytest.mark.parametrize(
+    ("model", "call", "acts"),
+    [
+        ("local", "acompletion", True),
+        ("hosted_vllm/named", "aresponses", True),
+        ("local", "anthropic_messages", True),
+        ("claude", "acompletion", False),
+        ("mixed", "acompletion", False),
+        ("local", "aembedding", False),
+        ("", "acompletion", False),
+    ],
+)
+async def test_other_providers_and_other_calls_are_left_alone(hook: Any, model: str, call: str, acts: bool) -> None:
+    """In somebody else's proxy: their models get neither our fields nor anybody's ids."""
+    data = asked({"x-session-id": "ses_1"}, thinking={"type": "enabled", "budget_tokens": 7}) | {"model": model}
+    before = dict(data)
+    out = await hook.async_pre_call_hook(KEY, None, data, call)
+    assert (out != before) == acts
+
+
+async def test_nothing_asked_leaves_no_empty_field(hook: Any) -> None:
+    assert "extra_body" not in await hook.async_pre_call_hook(KEY, None, asked(), "acompletion")
+    odd = await hook.async_pre_call_hook(KEY, None, asked(reasoning_effort="low") | {"extra_body": "x"}, "acompletion")
+    assert odd["extra_body"] == "x"
+
+
+async def test_callers_without_a_key_are_told_apart(hook: Any) -> None:
+    """With JWT LiteLLM has a user and no key."""
+    found = set()
+    for who in (
+        {"user_id": "ann"},
+        {"user_id": "bob"},
+        {"team_id": "ann"},
+        {"end_user_id": "ann"},
+        {"user_id": "ann", "team_id": "x"},
+    ):
+        data = await hook.async_pre_call_hook(
+            SimpleNamespace(api_key=None, **who), None, asked({"x-session-id": "s"}), "acompletion"
+        )
+        found.add(data["extra_headers"][CALLER])
+    assert len(found) == 5
 
 
 async def test_two_callers_with_one_session_id_are_two_at_the_gateway(hook: Any) -> None:

@@ -122,7 +122,12 @@ async def test_an_agent_s_files_are_gone_afterwards_and_the_user_s_untouched(
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "claude").symlink_to(sys.executable)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setenv("NO_PROXY", "intranet,localhost")
+    monkeypatch.setenv("http_proxy", "http://proxy.example:3128")
+    monkeypatch.setenv("CLAUDE_CODE_USE_BEDROCK", "1")
     async with prepared(["claude", "-p", "hi"], TARGET) as (command, env):
+        assert env["NO_PROXY"] == env["no_proxy"] == "intranet,localhost,127.0.0.1,::1"
+        assert "CLAUDE_CODE_USE_BEDROCK" not in env  # it would not ask the guard
         assert command == [str(tmp_path / "bin" / "claude"), "-p", "hi"]
         assert "ANTHROPIC_API_KEY" not in env
         assert "the operator's" not in env.values()  # with the gateway's key it could raise its own limits
@@ -145,7 +150,11 @@ def test_the_summary_counts_what_came_meanwhile() -> None:
     assert spent(before, after) == Spent(1, 3, 300, 200, 1)
     assert line(spent(before, after), "—") == "agentguard: 3 steps, 300 tokens (67% thinking), 1 close, λ —"
     assert spent(before, [*after, row("c", 1, 1, 0, 0)]).sessions == 2
-    assert line(Spent(0, 0, 0, 0, 0), "—") == "agentguard: 0 steps, 0 tokens (— thinking), 0 closes, λ —"
+    assert "no step came through the guard" in line(Spent(0, 0, 0, 0, 0), "—")
+    assert (
+        line(spent([row("a", 9, 900, 600, 3)], [row("a", 2, 100, 50, 1)]), "—")
+        == "agentguard: 2 steps, 100 tokens (50% thinking), 1 close, λ —"
+    ), "a gateway that was started anew counts from there"
 
 
 def test_the_length_ratio_is_that_of_the_arm_with_most_sessions() -> None:

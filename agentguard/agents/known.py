@@ -73,6 +73,11 @@ def _claude(target: Target, home: Path, arguments: Sequence[str]) -> Setup:
         "ANTHROPIC_API_KEY": None,
         "ANTHROPIC_MODEL": target.model,
         **dict.fromkeys(others, target.model),
+        # with one of these it would not ask the server above
+        **dict.fromkeys(
+            ("CLAUDE_CODE_USE_BEDROCK", "CLAUDE_CODE_USE_VERTEX", "CLAUDE_CODE_USE_FOUNDRY", "CLAUDE_CODE_OAUTH_TOKEN")
+        ),
+        "ANTHROPIC_CUSTOM_HEADERS": None,
         "CLAUDE_CONFIG_DIR": str(home),  # the user's own settings may name another server
         "DISABLE_TELEMETRY": "1",
         "DISABLE_AUTOUPDATER": "1",

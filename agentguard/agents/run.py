@@ -18,6 +18,7 @@ from agentguard.errors import ConfigError
 PASSED_ON = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 FROM_TERMINAL = (signal.SIGINT, signal.SIGQUIT)
 GRACE_S = 10.0
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 OURS = ("AGENTGUARD_API_KEY", "AGENTGUARD_OPERATOR_KEY", "AGENTGUARD_UPSTREAM_KEY", "AGENTGUARD_PROXY_KEY")
 """Keys of ours that are no business of an agent: with some it could raise its own limits."""
 
@@ -36,7 +37,7 @@ async def prepared(command: Sequence[str], target: Target) -> AsyncIterator[tupl
         setup = setup_for(command[0], target, home, command[1:])
         for name, text in setup.files.items():
             await asyncio.to_thread(_write, home / name, text)
-        yield [program, *setup.arguments, *command[1:]], _merged(os.environ, setup.env)
+        yield [program, *setup.arguments, *command[1:]], _direct(_merged(os.environ, setup.env))
     finally:
         await asyncio.to_thread(shutil.rmtree, home, ignore_errors=True)
 
@@ -58,6 +59,13 @@ def _merged(base: Mapping[str, str], changes: Mapping[str, str | None]) -> dict[
     return {k: v for k, v in merged.items() if v is not None and (k in changes or k not in OURS)}
 
 
+def _direct(env: dict[str, str]) -> dict[str, str]:
+    """The environment with this machine left out of the shell's HTTP proxy: key and prompts would go there in plain text."""
+    named = env.get("NO_PROXY") or env.get("no_proxy") or ""
+    hosts = ",".join(filter(None, (named, *(h for h in LOOPBACK if h not in named.split(",")))))
+    return env | {"NO_PROXY": hosts, "no_proxy": hosts}
+
+
 async def run_agent(command: Sequence[str], env: Mapping[str, str]) -> int:
     """Start it in our own process group and on our own terminal, and wait; returns the exit status a shell would see.
 
@@ -70,6 +78,7 @@ async def run_agent(command: Sequence[str], env: Mapping[str, str]) -> int:
         if process.returncode is None:
             process.send_signal(number)
 
+    before = {number: signal.getsignal(number) for number in (*PASSED_ON, *FROM_TERMINAL)}
     for number in PASSED_ON:
         loop.add_signal_handler(number, pass_on, number)
     for number in FROM_TERMINAL:
@@ -79,6 +88,7 @@ async def run_agent(command: Sequence[str], env: Mapping[str, str]) -> int:
     finally:
         for number in (*PASSED_ON, *FROM_TERMINAL):
             loop.remove_signal_handler(number)
+            signal.signal(number, before[number])  # the loop leaves the default, and what we have started must still be stopped
         if process.returncode is None:
             await _end(process)
     return status if status >= 0 else 128 - status

@@ -26,6 +26,8 @@ def spent(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]
     sums, moved = dict.fromkeys(COUNTS, 0), 0
     for row in after:
         was = known.get(row["session"], dict.fromkeys(COUNTS, 0))
+        if row["steps"] < was["steps"]:  # the gateway was started anew, and counts from there
+            was = dict.fromkeys(COUNTS, 0)
         gained = {name: row[name] - was[name] for name in COUNTS}
         moved += gained["steps"] > 0
         for name in COUNTS:
@@ -44,6 +46,8 @@ def ratio(economics: Mapping[str, Any]) -> str:
 
 
 def line(spent: Spent, lam: str) -> str:
+    if not spent.steps:
+        return "agentguard: no step came through the guard; the agent may have asked another server"
     share = f"{spent.think_tokens / spent.tokens:.0%}" if spent.tokens else "—"
     counted = [
         f"{spent.steps} step{'s' * (spent.steps != 1)}", f"{spent.tokens} tokens ({share} thinking)",

@@ -68,6 +68,7 @@ async def _wrap(
     from agentguard.engines.vllm_process import free_port
     from agentguard.errors import ConfigError
     from agentguard.proxy.config import master_key
+    from agentguard.proxy.listeners import listeners
     from agentguard.proxy.serving import answers, gateway_for, serve_proxy
 
     key = os.environ.get("AGENTGUARD_PROXY_KEY", "") or await asyncio.to_thread(master_key)
@@ -75,14 +76,16 @@ async def _wrap(
     elsewhere = backend.policy is not None or backend.upstream is not None or backend.gateway is not None
     async with AsyncExitStack() as stack:
         url = proxy or (None if elsewhere else f"http://127.0.0.1:{port}")
-        if url is not None and await answers(url, key):
+        ours = proxy is not None or {one.uid for one in await asyncio.to_thread(listeners, port)} == {os.getuid()}
+        if url is not None and ours and await answers(url, key):  # another user's server must not be sent the key
             behind = await stack.enter_async_context(gateway_for(backend))
         elif proxy is not None:
             raise ConfigError("proxy", proxy, "nobody answers there; start it with 'agentguard proxy', or leave --proxy out")
         else:
             program = await asyncio.to_thread(litellm_command, litellm, lock)
             click.echo("agentguard: starting the proxy …", err=True)
-            served = serve_proxy(program, backend, master_key=key, port=free_port() if elsewhere else port)
+            # of its own, on a port of its own: it ends with this command, and another one must not come to rely on it
+            served = serve_proxy(program, backend, master_key=key, port=free_port())
             behind, started = await stack.enter_async_context(served)
             url = started.url
         target = Target(url, key, behind.model, behind.window)

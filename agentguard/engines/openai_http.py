@@ -210,7 +210,8 @@ def _chunk(data: str) -> Chunk:
         raise EngineError(f"the engine streamed {type(chunk).__name__}, expected a chunk: {data[:80]!r}")
     if "error" in chunk:
         code = chunk["error"].get("code") if isinstance(chunk["error"], dict) else None
-        raise _refusal(code if isinstance(code, int) else 500, data)
+        # some servers number their errors in their own way
+        raise _refusal(code if isinstance(code, int) and 400 <= code < 600 else 500, data)
     return chunk
 
 

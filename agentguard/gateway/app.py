@@ -31,6 +31,7 @@ from agentguard.errors import (
     SessionLimitError,
 )
 from agentguard.events import OperatorActed, OperatorAction, encode_json
+from agentguard.gateway.pages import RefusePages
 from agentguard.gateway.watch import WATCHERS, Watch, interval_of
 from agentguard.identity import Guesses, identify
 from agentguard.middleware import Guard, Reply
@@ -44,6 +45,8 @@ TAILS, TAIL_CHARACTERS = 128, 600
 """Running traces whose latest words are shown at once, and how many of them."""
 PAUSED_S = 60
 """Seconds a client of a stopped session should wait; it goes on once an operator has raised the limit."""
+BUSY_S = 5
+"""Of an engine that is there and says 503 without a word on when."""
 RESTART_S = 30
 """Seconds an engine takes to come back, or so."""
 T = TypeVar("T")
@@ -61,17 +64,21 @@ def create_app(guard: Guard, *, api_key: str | None = None, operator_key: str | 
         asked = ChatRequest.read(body)
         side = request.headers.get(SIDE_HEADER, "") not in ("", "0", "false")
         told = Reply()
-        identity = guesses.place(identify(request.headers, body), body)
-        chunks = guard.stream(body, identity, side=side, reply=told)
-        if asked.stream:
-            # the first chunk is awaited here, so that a refused request gets an HTTP status instead of a broken stream
-            first = await _unless_gone(request, chunks, anext(chunks, None))
-            if first is None:
-                return _CLIENT_GONE
-            include_usage = bool((asked.stream_options or {}).get("include_usage"))
-            events = _sse(first, chunks, include_usage, told)
-            return StreamingResponse(events, media_type="text/event-stream", headers=_headers(told))
-        reply = await _unless_gone(request, chunks, collect(chunks))
+        who = identify(request.headers, body)
+        chunks = guard.stream(body, guesses.place(who, body), side=side, reply=told)
+        try:
+            if asked.stream:
+                # the first chunk is awaited here, so that a refused request gets an HTTP status instead of a broken stream
+                first = await _unless_gone(request, chunks, anext(chunks, None))
+                if first is None:
+                    return _CLIENT_GONE
+                include_usage = bool((asked.stream_options or {}).get("include_usage"))
+                events = _sse(first, chunks, include_usage, told)
+                return StreamingResponse(events, media_type="text/event-stream", headers=_headers(told))
+            reply = await _unless_gone(request, chunks, collect(chunks))
+        except AgentGuardError:
+            guesses.refused(who)
+            raise
         return _CLIENT_GONE if reply is None else JSONResponse(reply, headers=_headers(told))
 
     async def close(request: Request) -> Response:
@@ -181,6 +188,7 @@ def create_app(guard: Guard, *, api_key: str | None = None, operator_key: str | 
     )
     if api_key is not None or operator_key is not None:
         app.add_middleware(RequireKey, api_key=api_key, operator_key=operator_key)
+    app.add_middleware(RefusePages, keyed=api_key is not None)
     app.add_middleware(EndQuietly)
     return app
 
@@ -429,6 +437,6 @@ def _retry(error: AgentGuardError) -> dict[str, str]:
         return {"x-should-retry": "false"}
     if isinstance(error, EngineDiedError):
         return {"retry-after": str(RESTART_S)}
-    if isinstance(error, EngineRequestError) and error.retry_after:
-        return {"retry-after": error.retry_after}
+    if isinstance(error, EngineRequestError) and (error.retry_after or error.status == 503):
+        return {"retry-after": error.retry_after or str(BUSY_S)}
     return {}

@@ -38,8 +38,9 @@ Progress = Callable[[int, int], None]
 
 def refuse_compromised(version: str, where: str) -> None:
     """Raises ConfigError, naming the version, for a release that is known to be bad."""
-    release = re.match(r"\d+\.\d+", version)
-    why = COMPROMISED.get(version) or (SERIES_107 if release and release.group() == "1.107" else None)
+    # numbers, as pip compares them: 1.82.07, v1.82.7 and 0!1.107.0 are the same releases
+    numbers = [int(n) for n in re.findall(r"\d+", re.sub(r"^\s*v?(\d+!)?", "", version.lower()))]
+    why = COMPROMISED.get(".".join(map(str, numbers[:3]))) or (SERIES_107 if numbers[:2] == [1, 107] else None)
     if why is not None:
         raise ConfigError("litellm", f"{version} ({where})", f"{why}; do not start it, and use 1.106.12")
 
@@ -110,10 +111,10 @@ def prepare(lock: Path | None = None, progress: Progress = lambda done, of: None
         raise ConfigError(
             "XDG_CACHE_HOME", str(root.parent), f"cannot be made ({error.strerror}); name a folder that can"
         ) from None
-    with _only_one(root.with_suffix(".lock")):
+    with _only_one(root.parent / f"{root.name}.lock") as held:
         if not stamp.is_file():  # the stamp is written last
             shutil.rmtree(root, ignore_errors=True)
-            _make(python, root, lock, len(pins), progress)
+            _make(python, root, lock, len(pins), progress, held)
             stamp.touch()
     versions = installed_versions(root)
     if versions != {pins["litellm"]}:
@@ -141,13 +142,14 @@ def _python(lock: Path) -> str:
 
 
 @contextmanager
-def _only_one(path: Path) -> Iterator[None]:
+def _only_one(path: Path) -> Iterator[int]:
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        yield file.fileno()
 
 
-def _make(python: str, root: Path, lock: Path, packages: int, progress: Progress) -> None:
+def _make(python: str, root: Path, lock: Path, packages: int, progress: Progress, held: int) -> None:
+    """``held``: the lock's descriptor, which pip keeps open too: when we are ended, the next start waits until pip is."""
     env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
     made = subprocess.run([python, "-m", "venv", root], capture_output=True, text=True, env=env, check=False)
     if made.returncode:
@@ -160,7 +162,7 @@ def _make(python: str, root: Path, lock: Path, packages: int, progress: Progress
         "--require-hashes", "--only-binary", ":all:", "--progress-bar", "off", "--requirement", str(lock),
     ]  # fmt: skip
     said: list[str] = []
-    with subprocess.Popen(pip, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env) as process:
+    with subprocess.Popen(pip, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env, pass_fds=(held,)) as process:
         assert process.stdout is not None
         done = 0
         for line in process.stdout:

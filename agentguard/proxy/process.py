@@ -20,6 +20,7 @@ from agentguard.engines.http import http_client
 from agentguard.engines.vllm_process import die_with_parent, stop, tail
 from agentguard.errors import ConfigError, EngineDiedError, EngineStartError
 from agentguard.proxy.config import as_yaml, config, environment
+from agentguard.proxy.listeners import held_by_group
 
 START_TIMEOUT_S = 120.0
 
@@ -32,6 +33,10 @@ class Proxy:
     model: str
     log: Path
     process: asyncio.subprocess.Process
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
 
     async def until_it_ends(self) -> EngineDiedError:
         status = await self.process.wait()
@@ -107,7 +112,12 @@ async def _until_healthy(proxy: Proxy) -> None:
                 raise await _not_started(proxy, f"LiteLLM ended with status {proxy.process.returncode} while starting")
             with contextlib.suppress(httpx2.TransportError):
                 if (await client.get("/health/liveliness")).status_code == 200:
-                    return
+                    if await asyncio.to_thread(held_by_group, proxy.port, proxy.process.pid):
+                        return
+                    # the port was free a moment ago; LiteLLM then takes another one without a word
+                    raise ConfigError(
+                        "port", proxy.port, "another server took it while LiteLLM started; choose another with --port"
+                    )
             await asyncio.sleep(0.25)
     raise await _not_started(proxy, f"LiteLLM was not ready after {START_TIMEOUT_S:g} s")
 

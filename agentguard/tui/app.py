@@ -79,6 +79,7 @@ class MonitorApp(App[int]):
         Binding("l", "limit", "Limit", id="app.limit"),
         Binding("p", "pin", "Pin arm", id="app.pin"),
         Binding("T", "tts", "TTS on/off", id="app.tts"),
+        Binding("v", "culprit", "Culprit", id="app.culprit"),
         Binding("left", f"seek(-{SEEK_S:g})", "-10 s", key_display="left", id="app.back"),
         Binding("right", f"seek({SEEK_S:g})", "+10 s", key_display="right", id="app.forward"),
         Binding("shift+left", f"seek(-{6 * SEEK_S:g})", "-60 s", show=False, id="app.back_far"),
@@ -221,7 +222,11 @@ class MonitorApp(App[int]):
             return
         with self.batch_update():
             (page.show if rows else page.show_panels)(self.view())
-        able = (page.selected_session is not None, self._shown.playback is not None, any(s.can_act for s in self._shown.sources))
+        shown = self._shown
+        able = (
+            page.selected_session is not None, shown.playback is not None, any(s.can_act for s in shown.sources),
+            bool(shown.verdict.session or shown.verdict.engine),
+        )  # fmt: skip
         if able != self._able:
             self._able = able
             self.refresh_bindings()
@@ -240,6 +245,8 @@ class MonitorApp(App[int]):
             if name not in ("overview", "speculation"):
                 return False
             return True if self._can_act() else None
+        if action == "culprit":
+            return bool(self._shown.verdict.session or self._shown.verdict.engine)
         if action in ("seek", "speed"):
             return self._shown.playback is not None
         if action == "filter":
@@ -359,6 +366,17 @@ class MonitorApp(App[int]):
             self.monitor.start_recording(path)
             self.tell(f"recording to {path}", again=True)
         self.action_refresh()
+
+    @work(group="go", exclusive=True, exit_on_error=False)
+    async def action_culprit(self) -> None:
+        """Go to what the verdict names: a session's steps, or an engine's speculation."""
+        verdict = self._shown.verdict
+        if verdict.session:
+            self.open_session(verdict.session)
+        elif verdict.engine:
+            self._engine = verdict.engine
+            await self.action_page("speculation")
+            self.redraw()
 
     def open_session(self, key: str) -> None:
         """Go to a session by its key or its id."""

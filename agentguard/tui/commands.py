@@ -21,6 +21,7 @@ ACTIONS = (
     ("limit", "Change a session's limit", "steps, tokens, or count again"),
     ("pin", "Pin an arm", "hold a rule on or at strict, or let the guard decide"),
     ("tts", "Pause TTS, or let it go on", "the draft that learns"),
+    ("culprit", "Go to the culprit", "the session or engine that the verdict names"),
     ("pause", "Pause the screen, or a replay", ""),
     ("filter", "Filter the table", ""),
     ("sort", "Sort the table by the next column", ""),

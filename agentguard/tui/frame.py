@@ -29,6 +29,11 @@ _SHORT = ("Over", "Sess", "Spec", "Evts", "Help")
 VERDICT_LINES = 2
 
 
+def source_key(source: SourceRow) -> str:
+    """Key of the row that stands for a source without engines."""
+    return f"source {source.name}"
+
+
 @dataclass(frozen=True, slots=True)
 class View:
     """What a page draws from. ``paused``: the screen stands still while the monitor reads on. ``broken``: why the monitor itself
@@ -42,12 +47,25 @@ class View:
     broken: str = ""
     utc: bool = False
     engine: str | None = None
-    """Key of the engine whose charts and speculation are shown."""
+    """Key of the engine whose charts and speculation are shown, or `source_key` of a source without any."""
+
+    @property
+    def tab(self) -> str:
+        """The title that is marked: one session belongs to the sessions."""
+        return "sessions" if self.page == "session" else self.page
 
     @property
     def engine_row(self) -> EngineRow | None:
+        """The chosen engine, else the first; None where a source without engines was chosen."""
         engines = self.snapshot.engines
+        if self.source_row is not None:
+            return None
         return next((e for e in engines if e.key == self.engine), engines[0] if engines else None)
+
+    @property
+    def source_row(self) -> SourceRow | None:
+        """The chosen source, where it has shown no engine yet."""
+        return next((s for s in self.snapshot.sources if source_key(s) == self.engine), None)
 
     @property
     def engine_names(self) -> dict[str, str]:
@@ -117,7 +135,7 @@ def head_line(view: View, width: int) -> Line:
     room = width - width_of(end) - 2
     full = tuple(_tabs(view, [title for _, title in PAGES], " "))
     short = tuple(_tabs(view, _SHORT, " "))
-    least = tuple(_tabs(view, [title if name == view.page else "" for name, title in PAGES], ""))
+    least = tuple(_tabs(view, [title if name == view.tab else "" for name, title in PAGES], ""))
     brand: Line = (("agentguard ", "title"),)
     for tabs in ((*brand, *full), full, short, least):
         if width_of(tabs) <= room:
@@ -131,7 +149,7 @@ def _tabs(view: View, titles: Sequence[str], gap: str) -> list[Span]:
         number_of = str(i)
         text = f"{number_of} {title}" if title else number_of
         # brackets, so that the page is told without colour; the others keep the room
-        spans.append((f"[{text}]", "tab") if name == view.page else (f" {text} ", "dim"))
+        spans.append((f"[{text}]", "tab") if name == view.tab else (f" {text} ", "dim"))
         if gap:
             spans.append((gap, "dim"))
     return spans

@@ -21,6 +21,7 @@ KEYS: tuple[tuple[str, str], ...] = (
     ("s", "sort by the next column; a click on a title does it too, twice the other way round"),
     ("/", "filter sessions and events; f: events by severity"),
     ("[ ]", "another engine, on the speculation page"),
+    ("v", "go to the culprit: the session or engine that the verdict names"),
     ("c", "close this trace now (sessions); l: change the session's limit"),
     ("p", "pin an arm (overview, speculation); T: pause TTS, or let it go on"),
     ("space", "let the screen, or a replay, stand still"),

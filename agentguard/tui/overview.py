@@ -15,7 +15,7 @@ from agentguard.monitor.snapshot import ArmVerdict, EngineRow, Series, Snapshot,
 from agentguard.monitor.words import rule
 from agentguard.tui.chart import Plot, chart, scale
 from agentguard.tui.format import SEVERITIES, STATES, age, clock, count, interval, number, percent, ratio, seconds
-from agentguard.tui.frame import Page, Panel, View, fields
+from agentguard.tui.frame import Page, Panel, View, fields, source_key
 from agentguard.tui.glyphs import GLYPHS, words
 from agentguard.tui.lines import Line, Span, crop, fit, wrap
 from agentguard.tui.palette import Role
@@ -51,7 +51,7 @@ def fleet(snapshot: Snapshot) -> list[FleetRow]:
 def _of_source(source: SourceRow) -> EngineRow:
     why = source.error or "no engine has been seen yet"
     return EngineRow(
-        key=f"source {source.name}", name=source.name, source=source.name, model=None, state=source.state, since_t=source.since_t,
+        key=source_key(source), name=source.name, source=source.name, model=None, state=source.state, since_t=source.since_t,
         seen_t=source.seen_t, why=why,
     )  # fmt: skip
 
@@ -161,7 +161,8 @@ def engine_lines(view: View, width: int, height: int) -> list[Line]:
 
 
 def _no_engine(view: View, width: int, height: int) -> list[Line]:
-    for source in view.snapshot.sources:
+    chosen = view.source_row
+    for source in view.snapshot.sources if chosen is None else (chosen,):
         if source.error:
             retry = "" if source.retry_s is None else f"; next try in {source.retry_s:.0f} s"
             return wrap(((f"{source.name}: ", "text"), (f"{source.error}{retry}", "warn")), width, height)

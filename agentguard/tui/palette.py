@@ -26,7 +26,7 @@ _ROLES: dict[Role, tuple[str, float, bool]] = {
     "good": ("success", 1.0, False),
     "warn": ("warning", 1.0, False),
     "bad": ("error", 1.0, True),
-    "stale": ("foreground", 0.55, False),
+    "stale": ("foreground", 0.6, False),
     "accent": ("accent", 1.0, False),
     "lambda": ("warning", 1.0, False),
     "gain": ("primary", 1.0, False),
@@ -38,7 +38,7 @@ _ROLES: dict[Role, tuple[str, float, bool]] = {
     "bar": ("primary", 1.0, False),
     "tab": ("primary", 1.0, True),
     "key": ("primary", 1.0, True),
-    "off": ("foreground", 0.55, False),
+    "off": ("foreground", 0.6, False),
 }
 
 

@@ -227,9 +227,14 @@ class Table(ScrollView, Painter, Generic[R], can_focus=True):
         data = self._rows[row]
         spans: list[Span] = [("▶ " if row == self._at else "  ", "accent")]
         for column, width in self.fitted():
-            spans += cell_spans(column.cell(data, width), width, column.align)
-            spans.append((" " * GAP, "text"))
-        return tuple(spans[:-1])
+            for text, role in cell_spans(column.cell(data, width), width, column.align):
+                # one span per role: with one per cell and gap a frame of 500 sessions cost the terminal's side twice as much
+                if spans[-1][1] == role:
+                    spans[-1] = (spans[-1][0] + text, role)
+                else:
+                    spans.append((text, role))
+            spans[-1] = (spans[-1][0] + " " * GAP, spans[-1][1])
+        return tuple(spans)
 
     def _at_line(self, y: int) -> Line:
         return self.head() if y == 0 else self.line(self.scroll_offset.y + y - 1)

@@ -15,7 +15,7 @@ LIGHT = Theme(
 # Okabe and Ito's palette: good is blue, not green, and bad is vermillion, not red, so they differ for every kind of colour vision.
 COLOUR_BLIND = Theme(
     name="agentguard-cb", primary="#56b4e9", secondary="#009e73", accent="#cc79a7", success="#56b4e9", warning="#e69f00",
-    error="#d55e00", foreground="#e6e6e6", background="#101010", surface="#181818", panel="#242424", dark=True,
+    error="#d55e00", foreground="#e6e6e6", background="#080808", surface="#121212", panel="#191919", dark=True,
 )  # fmt: skip
 
 OURS = (DARK, LIGHT, COLOUR_BLIND)

@@ -8,6 +8,7 @@ interest; that the conversation holds is.
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import sys
 from collections.abc import AsyncIterator
@@ -146,10 +147,10 @@ async def test_an_agent_talks_to_a_model_that_never_stops_thinking(smollm2: Serv
     command = [*COMMANDS[client], *SMALLER[client]]
     code, out, said = await run_agent_in(command, smollm2.proxy, smollm2.gateway, smollm2.key, home, **small)
     # Claude Code and Codex end with 1 and a message where an answer was cut off at its limit; nobody hangs, nobody crashes
-    assert code in (0, 1), out + said
+    assert code == 0 or (code == 1 and "limit" in (out + said).lower()), out + said
     steps = smollm2.finished(mark)
     assert steps, out + said
-    assert all(IDS[client] in s.session.partition("/")[2] for s in steps)
+    assert all(re.fullmatch(IDS[client], s.session.partition("/")[2]) for s in steps)
     assert all(not s.error and s.think_tokens <= BUDGET for s in steps)
     assert [s.step for s in steps] == list(range(1, len(steps) + 1))
     closed = [e for e in smollm2.events[mark:] if isinstance(e, TraceClosed)]

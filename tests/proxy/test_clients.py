@@ -7,6 +7,7 @@ is not there is skipped with the reason. The SDKs are in test_protocols.py.
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
 from pathlib import Path
 
@@ -32,7 +33,8 @@ COMMANDS = {
     "qwen": ["qwen", "-y", "-p", TASK],
     "mini": ["mini", "-t", TASK, "-y", "--exit-immediately"],
 }
-IDS = {"claude": "-", "codex": "-", "opencode": "ses_", "qwen": "h-", "mini": "h-"}
+UUID, GUESS = r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", r"h-[0-9a-f]{16}\.1"
+IDS = {"claude": UUID, "codex": UUID, "opencode": r"ses_\w+", "qwen": GUESS, "mini": GUESS}
 """What the session's id looks like: a UUID, opencode's own, and a guess for the two that send none."""
 
 
@@ -77,5 +79,5 @@ async def test_an_agent_finishes_its_tool_loop_though_its_model_runs_away(client
 
 def one_session(steps: list[StepFinished], client: str) -> list[StepFinished]:
     assert len({s.session for s in steps}) == 1
-    assert IDS[client] in steps[0].session.partition("/")[2]
+    assert re.fullmatch(IDS[client], steps[0].session.partition("/")[2])
     return steps

@@ -55,6 +55,17 @@ def style_of(app: MonitorApp, row: str, text: str) -> str:
     raise AssertionError(row)
 
 
+async def test_a_dead_server_beside_living_ones_has_a_row_of_its_own() -> None:
+    async with running(down()) as run:
+        await run.press("down", "down")
+        assert next(line for line in run.text if line.startswith("▶")).split()[:4] == ["▶", "✗", "down", "60m"]
+        text = "\n".join(run.text)
+        assert "http://127.0.0.1:8000: connection refused; next try in 4 s" in text
+        assert "λ —" in text
+        await run.press("up")
+        assert "λ 1.22" in "\n".join(run.text)
+
+
 async def test_a_session_that_is_forgotten_while_it_is_looked_at() -> None:
     async with running(healthy()) as run:
         await run.press("2", "enter")

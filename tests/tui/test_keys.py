@@ -299,6 +299,21 @@ async def pins(run: Running) -> None:
     assert len(run.monitor.calls) == 3
 
 
+@key("app.culprit")
+async def goes_to_the_culprit(run: Running) -> None:
+    await run.press("v")
+    assert page(run).NAME == "overview"
+    verdict = healthy().verdict
+    await run.show(healthy(verdict=dataclasses.replace(verdict, engine=TWO)))
+    await run.press("v")
+    assert page(run).NAME == "speculation"
+    assert "qwen3-8b/2 2 of 2" in run.text[3]
+    await run.show(healthy(verdict=dataclasses.replace(verdict, engine=TWO, session=SECOND)))
+    await run.press("v")
+    assert isinstance(run.app.screen, SessionDetail)
+    assert run.app.screen.key == SECOND
+
+
 @key("app.tts")
 async def pauses_tts(run: Running) -> None:
     await run.press("T")

@@ -13,7 +13,7 @@ from agentguard.monitor.snapshot import EngineRow, SessionRow, Snapshot
 from agentguard.tui.format import SESSION_STATES, SEVERITIES, STATES
 from agentguard.tui.glyphs import GLYPHS
 from tests.tui.scenes import STATES as SCENES
-from tests.tui.scenes import T, engine, healthy, one_trip, session, source
+from tests.tui.scenes import T, engine, healthy, one_trip, session, source, step
 from tests.tui.screen import Running, dump, lines, running
 
 SIZES = ((60, 20), (80, 24), (120, 40), (200, 60))
@@ -67,7 +67,21 @@ async def test_nothing_is_cut(size: tuple[int, int]) -> None:
                     if "…" in re.sub(r"… (\d+ )?(stale|lost)", "", text):
                         assert any(e.text[:8] in text for e in scene.events) or "request" in text, (name, text)
                 assert any("q Quit" in line for line in run.text)
+                assert f"[{page}" in run.text[0]
                 assert any(SEVERITIES[scene.verdict.severity][0] in line for line in run.text)
+
+
+@pytest.mark.parametrize("size", SIZES)
+async def test_nothing_is_cut_of_a_session(size: tuple[int, int]) -> None:
+    steps = (step(1, 300), step(2, 2_400, 90, closed="budget"), step(12, 1_111, 0, done=False, ttlt_s=None, accepted_length=None))
+    async with running(healthy(sessions=(session(1, bars=steps),)), size) as run:
+        await run.press("2", "enter")
+        assert "[2" in run.text[0]
+        for text in lines(run.app):
+            assert cell_len(text) == size[0]
+            assert "…" not in text
+        for words in ("● closed: budget", "▶ runs now", "✓ ended itself", "┊"):
+            assert any(words in line for line in run.text)
 
 
 @pytest.mark.parametrize("size", [(40, 10), (30, 6), (20, 4)])

@@ -24,6 +24,7 @@ from starlette.routing import Route
 from agentguard.events import EngineReady, Event, RunningStep, StepsRunning, WatchFrame
 from agentguard.monitor.live import open_monitor
 from agentguard.monitor.options import Options
+from agentguard.telemetry.recorder import replay
 from agentguard.tui.app import MonitorApp
 from agentguard.tui.sessions import SessionDetail, Sessions
 from agentguard.tui.settings import Settings
@@ -202,6 +203,25 @@ class Gateway:
             stop.set()
             server.should_exit = True
             await serving
+
+
+async def test_a_recording_is_complete_when_the_screen_is_left(unused_tcp_port: int, tmp_path: Path) -> None:
+    gateway, path = Gateway(unused_tcp_port), tmp_path / "watched.jsonl"
+    options = Options(gateways=(f"http://127.0.0.1:{unused_tcp_port}",), interval_s=0.05, record=path)
+    app = MonitorApp(options, lambda: open_monitor(options), Settings(), utc=True)
+    async with gateway.up(), app.run_test(size=(120, 30)) as pilot:
+        async with asyncio.timeout(60):
+            while len(app.view().snapshot.sessions) < 6 or gateway.sent < 5:
+                await asyncio.sleep(0.01)
+        assert app.view().snapshot.recording == str(path)
+        shown = max(b.think_tokens for s in app.view().snapshot.sessions for b in s.bars)
+        feed = next(w for w in app.workers if w.group == "feed")
+        await pilot.press("q")
+    async with asyncio.timeout(60):
+        while feed.is_running:
+            await asyncio.sleep(0.01)
+    recorded = [e for e in await asyncio.to_thread(lambda: list(replay(path))) if isinstance(e, StepsRunning)]
+    assert max(step.think_tokens for event in recorded for step in event.steps) >= shown
 
 
 async def test_a_gateway_gone_and_back(unused_tcp_port: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from rich.cells import cell_len
 from rich.style import Style
 from textual.app import App, ComposeResult
 from textual.pilot import Pilot
+from textual.theme import Theme
 
 from agentguard.economics.ratios import Ratio
 from agentguard.monitor.snapshot import Bin
@@ -19,10 +20,11 @@ from agentguard.tui.chart import Plot, bar, chart, resample, scale, spark
 from agentguard.tui.format import age, count, interval, number, percent, seconds
 from agentguard.tui.glyphs import GLYPHS, plain, say
 from agentguard.tui.lines import between, clean, crop, fit, text_of, width_of, wrap
-from agentguard.tui.palette import ROLES
+from agentguard.tui.palette import ROLES, role_styles
 from agentguard.tui.sessions import context_bar
 from agentguard.tui.speculation import coarser
 from agentguard.tui.table import Column, Table, choose
+from agentguard.tui.themes import OURS
 from tests.tui.scenes import session
 
 Row = tuple[str, float | None]
@@ -204,6 +206,30 @@ def test_coarser_bins_lose_nothing() -> None:
     assert sum(b.strict for b in few) == sum(b.strict for b in bins)
     assert sum(b.rejected for b in few) == 60
     assert coarser(bins, 20) == tuple(bins)
+
+
+@pytest.mark.parametrize("theme", OURS, ids=lambda theme: theme.name)
+def test_every_role_can_be_read_on_its_background(theme: Theme) -> None:
+    """The contrast of WCAG 2: 4.5 for text, 3 for what is faint on purpose."""
+    variables = theme.to_color_system().generate()
+    styles = role_styles(variables, ansi=False, no_color=False)
+    for role, style in styles.items():
+        if role == "cursor":
+            continue
+        for ground in (style.bgcolor, styles["cursor"].bgcolor):
+            assert style.color is not None
+            assert ground is not None
+            least = 3.0 if role in ("stale", "off", "dim") else 4.5
+            assert contrast(style.color.get_truecolor(), ground.get_truecolor()) >= least, (role, style)
+
+
+def contrast(one: tuple[int, int, int], two: tuple[int, int, int]) -> float:
+    def light(colour: tuple[int, int, int]) -> float:
+        parts = [c / 255 / 12.92 if c / 255 <= 0.03928 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in colour]
+        return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2]
+
+    bright, dark = sorted((light(one), light(two)), reverse=True)
+    return (bright + 0.05) / (dark + 0.05)
 
 
 # text
