@@ -673,7 +673,7 @@ async def test_the_palette_takes_no_name_for_markup(name: str) -> None:
     """Ids of sessions, models and engines come from clients and servers."""
     evil = session(1, id=name, key="evil")
     scene = healthy(sessions=(evil, session(2)), engines=(engine(1, name=f"{name} engine", model=name),))
-    async with running(scene) as run:
+    async with running(scene) as run, asyncio.timeout(30):
         await run.press("ctrl+p")
         await run.type("session agent-0")
         palette = run.app.screen
