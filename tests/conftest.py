@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Iterator
 
 # before anything imports Triton, whose functions are bound to the interpreter when they are defined; vLLM's CPU build leaves Triton
 # off. Where there is a GPU the engines of the tests need the compiler, and benchmarks/gpu_check.sh does what test_kernels.py does
-if shutil.which("nvidia-smi") is None:
+if shutil.which("nvidia-smi") is None and not any(os.path.exists(device) for device in ("/dev/nvidiactl", "/dev/kfd")):  # noqa: PTH110
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import httpcore2  # noqa: F401  # httpx2 imports it with its first client, which would read files on the loop

@@ -50,6 +50,19 @@ def pairs(rules: tuple[str, ...], p: torch.Tensor, q: torch.Tensor) -> tuple[tor
     return seen[0][::2].view(len(rules), v, v), engine.draft.view(len(rules), v, v)
 
 
+def exact(rules: tuple[str, ...]) -> list[list[float]]:
+    """The law of the emitted token that V2's verification gives on our rows, by its own definition and without a draw: p' and q'
+    are the normalised rows, x is accepted with min(1, p'(x) / q'(x)), else drawn from the rest of p' above q'."""
+    p, q = (t.double() for t in distributions(11))
+    target, draft = (rows.double().softmax(-1) for rows in pairs(rules, p.float(), q.float()))
+    at = torch.arange(len(p))
+    accept = (target[:, at, at] / draft[:, at, at]).clamp_max(1)
+    rest = (target - draft).clamp_min(0)
+    rest = rest / rest.sum(-1, keepdim=True).clamp_min(1e-300)
+    law = torch.diag_embed(accept) + (1 - accept).unsqueeze(-1) * rest
+    return [[float(v) for v in row] for row in (q[:, None] * law).sum(1)]
+
+
 def laws(draws: int, rules: tuple[str, ...]) -> dict[str, Any]:
     """Tokens V2's `rejection_sample` emits on our rows, until each rule has so many decided draft rows: counts by token, and how
     many of the drafts were accepted. The rules are in one batch."""
@@ -358,6 +371,7 @@ def main() -> None:
         alone = "laws" in sys.argv[2:]
         out = {"laws": laws(int(sys.argv[1]), RULES if alone else (*RULES, *FILTERED))}
         if not alone:
+            out["exact"] = dict(zip((*RULES, *FILTERED), exact((*RULES, *FILTERED)), strict=True))
             out |= {scenario.__name__: scenario() for scenario in rest}
     print("RESULT" + json.dumps(out))
 

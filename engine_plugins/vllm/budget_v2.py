@@ -55,7 +55,8 @@ class BudgetState(ThinkingBudgetState):  # type: ignore[misc]  # vLLM is untyped
         )
 
     def set_total(self, request: str, tokens: int) -> dict[str, Any]:
-        """See `budget.BudgetHolder.set_total`. Waits for the step in flight, as the counters are on the device."""
+        """See `budget.BudgetHolder.set_total`. Waits for the step in flight, as the counters are on the device. A preempted request
+        has none; its limit is kept for when it comes back, as a close that was ordered must not be lost."""
         found: dict[str, Any] = {"found": False}
         for req_id, slot in self.req_states.req_id_to_index.items():
             if request not in (req_id, client_id(req_id)):
@@ -69,6 +70,10 @@ class BudgetState(ThinkingBudgetState):  # type: ignore[misc]  # vLLM is untyped
                     self.use_thinking_budget[slot] = self._sampler.needs_logits_processing[slot] = True
                     self._reset_reqs.append(slot)
             found = {"found": True, "think": think, "inside": inside, "total": total}
+        for req_id in self._slots.known - self.req_states.req_id_to_index.keys():
+            if request in (req_id, client_id(req_id)):
+                self._slots.changed[req_id] = tokens
+                found = {"found": True, "think": 0, "inside": False, "total": tokens}
         return found
 
 

@@ -29,7 +29,7 @@ class RequestSlots:
     """Host arrays, indexed by slot, and their copies on the device.
 
     req_states: V2's `RequestState`; markers: None where the think markers are unknown. acting: [slots] bool, the rule can change a
-    row; phased: it asks for a phase; limited: the trace has a limit.
+    row; phased: it asks for a phase. known: ids that were admitted and have not ended; a preempted one among them has no slot.
     """
 
     def __init__(self, req_states: Any, *, default: RuleSpec, markers: ThinkMarkers | None) -> None:
@@ -38,8 +38,9 @@ class RequestSlots:
         self.device = device
         self.params: list[RequestParams | None] = [None] * n
         self.rules: list[rules.FilteredRule | None] = [None] * n
-        self.acting, self.phased, self.limited = (np.zeros(n, dtype=bool) for _ in range(3))
+        self.acting, self.phased = (np.zeros(n, dtype=bool) for _ in range(2))
         self.changed: dict[str, int] = {}
+        self.known: set[str] = set()
         self._table = np.zeros((n, table.WIDTH), dtype=np.float32)
         self._limits = np.full((n, 2), NO_LIMIT, dtype=np.int32)
         self.table = torch.zeros(n, table.WIDTH, device=device)
@@ -64,23 +65,24 @@ class RequestSlots:
 
     def limit(self, slot: int, sampling_params: Any) -> bool:
         """Take a request's think limits, changed ones included; returns whether it has any."""
+        request = self._states.index_to_req_id[slot]
+        self.known.add(request)
         block = sampling_params.thinking_token_budget
-        total = self.changed.get(self._states.index_to_req_id[slot], (sampling_params.extra_args or {}).get("ag_think_tokens"))
+        total = self.changed.get(request, (sampling_params.extra_args or {}).get("ag_think_tokens"))
         self._limits[slot] = [NO_LIMIT if limit is None else min(limit, LARGEST) for limit in (block, total)]
-        self.limited[slot] = block is not None or total is not None
         self._dirty = True
-        return bool(self.limited[slot])
+        return block is not None or total is not None
 
     def set_total(self, slot: int, request: str, tokens: int) -> None:
         """A new limit of a running request, in force from the next step on."""
         self.changed[request] = tokens
         self._limits[slot, 1] = min(tokens, LARGEST)
-        self.limited[slot] = True
         self._dirty = True
 
     def forget(self, finished: Iterable[str]) -> None:
         for request in finished:
             self.changed.pop(request, None)
+            self.known.discard(request)
 
     def flush(self) -> None:
         """Bring staged writes to the device, in the order of the stream."""

@@ -118,9 +118,9 @@ def install(worker: Any) -> budget.BudgetHolder | BudgetState | None:
         raise PluginError(reason)
     found = features(worker, settings, runner)
     for feature in found:
-        logger.info(
-            "agentguard: %s %s%s", feature.name, "on" if feature.on else "off", f": {feature.reason}" if feature.reason else ""
-        )
+        level = logging.INFO if feature.on or worker.vllm_config.speculative_config is None else logging.WARNING
+        state, why = "on" if feature.on else "off", f": {feature.reason}" if feature.reason else ""
+        logger.log(level, "agentguard: %s %s%s", feature.name, state, why)
     refused = [f for f in found if not f.on and (f.asked or os.environ.get(compat.STRICT_ENV) == "1")]
     if refused:
         raise PluginError("; ".join(f"{f.name}: {f.reason}" for f in refused))
@@ -160,16 +160,16 @@ def _rules_reason(worker: Any, runner: str) -> tuple[str, bool]:
     """Why no rule can relax in this engine, and whether it must not start with that."""
     config = worker.vllm_config
     speculative = config.speculative_config
+    if runner == "V1" and getattr(config.scheduler_config, "async_scheduling", False):  # with or without a draft: budgets count too
+        return (
+            "async scheduling hides the tokens of the last step from the phase of a request (think or answer) on runner V1; "
+            "start the engine with --no-async-scheduling"
+        ), True
     if speculative is None:
         return "no draft model, so there is nothing to verify", False
     method = getattr(speculative, "rejection_sample_method", "standard")
     if method != "standard":
         return f"rejection_sample_method={method!r} changes what acceptance means; use 'standard'", True
-    if runner == "V1" and getattr(config.scheduler_config, "async_scheduling", False):
-        return (
-            "async scheduling hides the tokens of the last step from the phase of a request (think or answer) on runner V1; "
-            "start the engine with --no-async-scheduling"
-        ), True
     if runner == "V2" and getattr(config, "watermark_config", None) is not None:
         return "a watermark draws tokens by keys of its own, which a rewritten row would break; start without one", True
     if runner == "V2" and type(getattr(worker.model_runner, "rejection_sampler", None)).__module__ not in V2_SAMPLERS:
@@ -202,8 +202,16 @@ def _tts_reason(config: Any, runner: str) -> str:
 
 
 def _last_stage(worker: Any) -> bool:
-    """Is the sampler in this pipeline stage?"""
-    return bool(getattr(worker.model_runner, "is_last_pp_rank", True))
+    """Is the sampler in this pipeline stage? Runner V1 does not know itself."""
+    own = getattr(worker.model_runner, "is_last_pp_rank", None)
+    if own is not None:
+        return bool(own)
+    parallel = getattr(worker.vllm_config, "parallel_config", None)
+    if getattr(parallel, "pipeline_parallel_size", 1) == 1:
+        return True
+    from vllm.distributed import get_pp_group
+
+    return bool(get_pp_group().is_last_rank)
 
 
 def _install_v1(worker: Any, settings: dict[str, Any], default: RuleSpec) -> budget.BudgetHolder | None:
