@@ -23,6 +23,8 @@ from tests.conftest import RunningStack
 from tests.engine.test_stack import ask, finished
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
+ENDLESS: dict[str, Any] = {"bad_words": ["</think>"]}
+"""For requests that must still think when they are told to stop, however slow this machine is just then."""
 RULES = ("strict", "cactus:delta=0.5,p_min=0.1,top_k=10", "fuzzy:T=inf,p_min=0,top_k=0")
 LONG = "a=47;b=a+8;c=b-3;d=c+9;e=d-2;f=e+1;g=f+7;h=g-6;?h;!40"
 """A problem whose trace is far longer than every budget here."""
@@ -155,7 +157,7 @@ async def test_a_limit_set_while_a_request_runs_is_exact(running: RunningStack, 
     async def one(i: int) -> None:
         body: dict[str, Any] = {
             "model": guard.info.model, "messages": [{"role": "user", "content": LONG}], "max_tokens": 1500, "temperature": 1.0,
-            "seed": i, "return_token_ids": True, "vllm_xargs": {"ag_rule": rule},
+            "seed": i, "return_token_ids": True, "vllm_xargs": {"ag_rule": rule}, **ENDLESS,
         }  # fmt: skip
         ids: list[int] = []
         wanted: int | None = None
@@ -179,7 +181,7 @@ async def test_a_limit_set_while_a_request_runs_is_exact(running: RunningStack, 
 async def test_an_operator_s_close_takes_effect_within_a_round(running: RunningStack) -> None:
     stack = running.stack
     mark = len(running.events)
-    body = {"messages": [{"role": "user", "content": LONG}], "temperature": 1.0, "max_tokens": 2000}
+    body = {"messages": [{"role": "user", "content": LONG}], "temperature": 1.0, "max_tokens": 2000, **ENDLESS}
     tasks = [asyncio.create_task(ask(stack.url, seed=i, **body)) for i in range(8)]
     while len(stack.guard.running) < 8 or min(s.tally.think for _, s in stack.guard.running.values()) < 10:
         await asyncio.sleep(0.01)
