@@ -26,7 +26,20 @@ def test_the_dry_run_goes_through(tmp_path: Path) -> None:
     assert all(one["passed"] for one in (*found["checks"], found["repeatable"], found["trace"]))
     assert found["no_sync"] == {"passed": None, "reason": "needs a CUDA device"}
     assert found["times"][0]["rows"] == 8
+    assert found["times"][0]["strict"]["over_stock"] > 0, "the seam was timed around the stock call"
+    assert found["goals_missed"] is None, "times under the interpreter are no times"
     assert set(found["set_up"]["moved"]) == {"V1", "V2"}
+
+
+def test_a_missed_goal_is_named() -> None:
+    from benchmarks.gpu_check import goals_missed
+
+    times = [
+        {"rows": 8, "goals": {"over_stock": True, "strict": None}},
+        {"rows": 512, "goals": {"over_stock": False, "strict": True}},
+    ]
+    assert goals_missed({"times": times}) == ["512 rows: over_stock"]
+    assert goals_missed({"times": {"passed": False, "error": "x"}}) == []
 
 
 def test_it_needs_torch_and_triton_alone() -> None:
