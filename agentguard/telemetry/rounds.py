@@ -71,7 +71,8 @@ class RoundCollector:
         engine.frames += 1
         engine.lost += frame.lost
         for verified in frame.requests:
-            sums = engine.of(verified.rule_effective) if verified.drafted else None
+            # by the rule that was asked for, as the arms are: a round in which no row could relax is the arm's all the same
+            sums = engine.of(verified.rule_asked) if verified.drafted else None
             if sums is not None:
                 sums.add(verified)
             self._place(sums, verified)
