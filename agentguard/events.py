@@ -308,13 +308,12 @@ class RequestRounds(msgspec.Struct, frozen=True, kw_only=True):
 class RoundSums(msgspec.Struct, frozen=True, kw_only=True, tag="round_sums"):
     """An engine's verification under one rule over the ``span_s`` seconds before ``t``: `VerificationStep`s without their rows.
 
-    rule: what was asked for (`Verified.rule_asked`); "" for rules beyond those that are told apart, together. An interval has one of
-    these for each rule; the first has the engine's frames and lost, which are of no rule.
-    by_position: rounds that accepted draft position i; strict_by_position: how many strict would be expected to have accepted, of
-    the same drafts. probability, rank: a list for each bin of `telemetry.rounds`, of decided tokens: accepted by strict too,
-    accepted only because the rule relaxes, cut by the support filter, rejected. live, frozen: [rounds, accepted] for each bin of
-    output positions, of requests that ran while the draft learned, and of the others.
-    """
+    rule: what was asked for (`Verified.rule_asked`); "" for rules beyond those that are told apart, together. An interval has one
+    of these for each rule; the first has the engine's frames and lost, which are of no rule. by_position: rounds that accepted
+    draft position i; strict_by_position: how many strict would be expected to have accepted, of the same drafts. probability, rank:
+    a list for each bin of `telemetry.rounds`, of decided tokens: accepted by strict too, accepted only because the rule relaxes,
+    cut by the support filter, rejected. live, frozen: [rounds, accepted] for each bin of output positions, of requests that ran
+    while the draft learned, and of the others."""
 
     t: float
     engine: str

@@ -54,7 +54,8 @@ class _Curve:
 
 
 class SpeculationState:
-    """Arms run side by side on one engine, so everything is kept by the rule of the request; at most `RULES`, and the others as ""."""
+    """Arms run side by side on one engine, so everything is kept by the rule of the request; at most `RULES`, and the others as
+    ""."""
 
     def __init__(self, window_s: float) -> None:
         self._ring: Ring[dict[str, RoundsSlot]] = Ring(window_s, dict)
