@@ -32,6 +32,7 @@ from vllm import LLM, SamplingParams
 from agentguard.reference import reference_model
 from agentguard.study import suites
 from agentguard.tts_settings import BACKEND, TtsSettings
+from engine_plugins.tts.control import Plan
 
 TOKENS, WARM_UP = 1200, 100
 
@@ -39,10 +40,9 @@ TOKENS, WARM_UP = 1200, 100
 class Trainer:
     """The real trainer process, driven without an API server: its publishes are carried between the steps of the engine."""
 
-    def __init__(self, llm: LLM, draft: str, settings: TtsSettings, frames: str, dtype: str) -> None:
+    def __init__(self, llm: LLM, plan: Plan, settings: TtsSettings) -> None:
         self.llm = llm
-        slots = f"/dev/shm/agentguard-benchmark-{secrets.token_hex(4)}"
-        options = {"draft": draft, "k": 6, "frames": frames, "slots": slots, "dtype": dtype, "settings": asdict(settings)}
+        options = plan.options(settings, Path(f"/dev/shm/agentguard-benchmark-{secrets.token_hex(4)}"), ())
         self.process = subprocess.Popen(
             [sys.executable, "-m", "engine_plugins.tts.trainer", json.dumps(options)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1,
@@ -95,7 +95,7 @@ def main() -> None:
         additional_config={"agentguard": {"tts": asdict(settings), "frames": frames}},
         weight_transfer_config={"backend": BACKEND},
     )  # fmt: skip
-    trainer = Trainer(llm, args.draft, settings, frames, "bfloat16")
+    trainer = Trainer(llm, Plan(args.draft, args.model, "draft_model", 6, frames, "bfloat16"), settings)
     os.sched_setaffinity(0, {min(CPUS)})
     suite, tokenizer, engine = suites.get("chain-long"), llm.get_tokenizer(), llm.llm_engine
     took: dict[bool, list[float]] = {True: [], False: []}

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,8 +39,8 @@ Rpc = Callable[[str, tuple[Any, ...]], Awaitable[list[Any]]]
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What the trainer needs to know. draft, target: directory or name of the model; k: drafted tokens a round; frames: the
-    workers' ZMQ address; dtype: of the served draft."""
+    """What the trainer needs to know. draft, target: directory or name of the model; method: vLLM's, of drafting; k: drafted tokens
+    a round; frames: the workers' ZMQ address; dtype: of the served draft."""
 
     draft: str
     target: str
@@ -48,6 +48,13 @@ class Plan:
     k: int
     frames: str
     dtype: str
+
+    def options(self, settings: TtsSettings, slots: Path, fixed: Sequence[str]) -> dict[str, Any]:
+        """What `trainer.main` reads. slots: the file it creates; fixed: names of tensors that are the target's own."""
+        return {
+            "draft": self.draft, "target": self.target, "method": self.method, "fixed": list(fixed), "k": self.k,
+            "frames": self.frames, "slots": str(slots), "dtype": self.dtype, "settings": asdict(settings),
+        }  # fmt: skip
 
 
 def _environment() -> dict[str, str]:
@@ -156,11 +163,7 @@ class Control:
         """Run one trainer to its end; why it ended."""
         fixed = (await self._call("ag_tts_fixed"))[0]
         directory = await asyncio.to_thread(own_directory)
-        options = {
-            "draft": self.plan.draft, "target": self.plan.target, "method": self.plan.method, "fixed": fixed, "k": self.plan.k,
-            "frames": self.plan.frames, "slots": str(directory / "slots"), "dtype": self.plan.dtype,
-            "settings": asdict(self.settings),
-        }  # fmt: skip
+        options = self.plan.options(self.settings, directory / "slots", fixed)
         process = self.process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "engine_plugins.tts.trainer", json.dumps(options),
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=_environment(),

@@ -169,8 +169,9 @@ def main() -> None:
     torch.set_num_threads(1)
     os.nice(5)  # where it shares a core with the engine, the engine goes first
     settings = TtsSettings.parse(options["settings"])
+    what: dict[str, Any] = {name: options[name] for name in ("method", "target", "fixed")}
     try:
-        twin = Twin.load(options["draft"], settings, method=options["method"], target=options["target"], fixed=options["fixed"])
+        twin = Twin.load(options["draft"], settings, **what)
     except AgentGuardError as error:  # trying again would not help with this, nor with what follows
         say("impossible", reason=str(error))
         return
