@@ -12,17 +12,21 @@ test drives all stores and compares them.
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from agentguard.session import KEPT
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+_CALLER = re.compile(r"[0-9a-f]{12}")
 KEPT_S = 86_400.0
 """How long a step is remembered after its settlement, or after its lease ended: a settlement that is sent again counts once."""
-LOG = 128
+LOG = KEPT
 """Records of a session that are kept; its sums go on for its whole life."""
 
 
@@ -34,6 +38,15 @@ class Key(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.caller}/{self.session}" if self.caller else self.session
+
+
+def keys_of(name: str) -> list[Key]:
+    """The sessions a name on a screen may mean, ``str`` of its key: a client's id may hold a slash itself."""
+    keys = [Key("", name)]
+    caller, slash, session = name.partition("/")
+    if slash and session and _CALLER.fullmatch(caller):
+        keys.insert(0, Key(caller, session))
+    return keys
 
 
 @dataclass(slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -82,7 +83,7 @@ class MemorySessions:
         self._limit = limit
         self._accounts: OrderedDict[Key, Account] = OrderedDict()
         self._settled: OrderedDict[str, int] = OrderedDict()
-        _, self._clock = accounts.boot_clock()
+        self._clock = time.monotonic
 
     def _account(self, key: Key) -> Account:
         account = self._accounts.get(key)

@@ -1,8 +1,8 @@
 """Sessions in Redis, for several workers or machines. Every change is one script, which Redis runs as a whole.
 
 The scripts decide as `agentguard.store.accounts` does. Leases are read from Redis' own clock, so that workers need not agree on the
-time. Keys of a session: ``s:`` its sums, ``h:`` its reservations (a JSON list each: tokens, number, until, seen, expired), ``l:`` its
-latest records; all end by themselves once nobody has used them for the retention time.
+time. Keys of a session: ``s:`` its sums, ``h:`` its reservations (a JSON list each: tokens, number, until, seen, expired), ``l:``
+its latest records; all end by themselves once nobody has used them for the retention time.
 """
 
 from __future__ import annotations
