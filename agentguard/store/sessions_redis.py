@@ -14,9 +14,9 @@ from typing import Any, TypeVar, cast
 
 from redis import asyncio as redis
 from redis.driver_info import DriverInfo
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 
-from agentguard.store import StoreError
+from agentguard.store import StoreError, StoreRefusedError
 from agentguard.store.accounts import KEPT_S, LOG, Ask, Grant, Key, Meters, Refusal, Settlement
 from agentguard.store.sessions import SESSIONS_PER_CALLER
 
@@ -25,6 +25,8 @@ PREFIX = "agentguard:"
 VERSION = 1
 RETENTION_S = 90 * 86_400
 TIMEOUT_S = 5.0
+_PASSES = ("MISCONF", "OOM", "BUSY", "CLUSTERDOWN", "MASTERDOWN", "TRYAGAIN", "LOADING")
+"""Errors of a server's state, which another try may not meet."""
 _COMMON = """
 local P, KEPT, LOG = 'agentguard:', __KEPT__, __LOG__
 local t = redis.call('TIME')
@@ -143,7 +145,7 @@ if raw then
   local held = cjson.decode(raw)
   redis.call('HDEL', h, step)
   if held[5] == 1 then
-    redis.call('HINCRBY', s, 'tokens', int(-held[4]))
+    redis.call('HINCRBY', s, 'tokens', int(0 - held[4]))
     redis.call('HINCRBY', s, 'lost', int(held[4] - held[1]))
   end
 end
@@ -329,6 +331,10 @@ class RedisSessions:
     async def _do(self, work: Awaitable[T]) -> T:
         try:
             return await work
+        except ResponseError as error:
+            if type(error) is ResponseError and not str(error).startswith(_PASSES):
+                raise StoreRefusedError(f"store={self._url}: {error}") from None
+            raise StoreError(f"store={self._url}: {error}") from None
         except (RedisError, OSError) as error:
             raise StoreError(f"store={self._url}: {error}; is Redis running there?") from None
 
