@@ -94,13 +94,13 @@ async def serving(
 
 @NO_REDIS
 async def test_64_clients_and_4_workers_on_redis_settle_what_the_engine_wrote_and_pass_no_limit(tmp_path: Path) -> None:
-    limit, sessions = 4000, 12
+    limit, sessions = 4000, 16
     async with redis_server() as store, serving(tmp_path, store, 4, lease_s=30, limits={"tokens": limit}) as serve:
         told: Counter[str] = Counter()
         codes: Counter[str] = Counter()
 
         async def client(number: int) -> None:
-            """Asks until its session has no tokens left; five others share the session."""
+            """Asks until its session has no tokens left; three others share the session."""
             name = f"shared-{number % sessions}"
             async with httpx2.AsyncClient(base_url=serve.url, timeout=120) as http:
                 while True:
@@ -114,8 +114,9 @@ async def test_64_clients_and_4_workers_on_redis_settle_what_the_engine_wrote_an
                     codes[code] += 1
                     if code == "session_limit":
                         return
-                    assert code == "session_busy", reply.text
-                    await asyncio.sleep(0.05)
+                    # a machine that is busy enough may keep the store from answering in time, and then nobody is served unchecked
+                    assert code in ("session_busy", "store_away"), reply.text
+                    await asyncio.sleep(0.1)
 
         async with asyncio.timeout(200):
             await asyncio.gather(*(client(number) for number in range(64)))

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
 logger = structlog.get_logger(__name__)
-PATIENCE_S = 2.0
+PATIENCE_S = 5.0
 """How long a step waits for the store."""
 RETRY_S = 0.5
 """Between two tries while it is away."""

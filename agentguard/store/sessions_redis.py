@@ -274,14 +274,14 @@ class RedisSessions:
         return Grant(int(first), int(second), _meters(before), tuple((int(seq), text) for seq, text in records))
 
     async def settle(self, batch: Sequence[tuple[Key, Settlement]]) -> list[int]:
-        return [
-            int(
-                await self._run(
-                    "settle", *self._head(key), s.step, s.tokens, s.think, s.closes, int(s.undo), "" if s.undo else s.record
-                )
-            )
-            for key, s in batch
-        ]
+        """In one round trip."""
+        script = self._scripts["settle"]
+        async with self._client.pipeline(transaction=False) as pipe:
+            for key, s in batch:
+                record = "" if s.undo else s.record
+                arguments = [*self._head(key), s.step, s.tokens, s.think, s.closes, int(s.undo), record]
+                await script(keys=[], args=arguments, client=pipe)
+            return [int(number) for number in await self._do(pipe.execute())]
 
     async def renew(self, seen: Mapping[str, tuple[Key, int]], lease_s: float) -> None:
         rows = [part for step, (key, tokens) in seen.items() for part in (str(key), step, tokens)]
