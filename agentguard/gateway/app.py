@@ -387,15 +387,14 @@ def _merge_tool_call(call: dict[str, Any], delta: Mapping[str, Any]) -> None:
     function["arguments"] += part.get("arguments") or ""
 
 
-async def _while_open(frames: AsyncGenerator[bytes, None], drain: Drain) -> AsyncIterator[bytes]:
+async def _while_open(frames: AsyncIterator[bytes], drain: Drain) -> AsyncIterator[bytes]:
     """A stream without an end, until the gateway ends."""
     task = asyncio.current_task()
     assert task is not None
     drain.watchers.add(task)
     try:
-        async with aclosing(frames):
-            async for frame in frames:
-                yield frame
+        async for frame in frames:
+            yield frame
     except asyncio.CancelledError:
         if not drain.begun:
             raise
@@ -403,6 +402,8 @@ async def _while_open(frames: AsyncGenerator[bytes, None], drain: Drain) -> Asyn
         yield b": the gateway ends\n\n"
     finally:
         drain.watchers.discard(task)
+        if isinstance(frames, AsyncGenerator):
+            await frames.aclose()
 
 
 async def _sse(first: Chunk, chunks: Stream, include_usage: bool, told: Reply, drain: Drain) -> AsyncIterator[bytes]:

@@ -179,7 +179,7 @@ async def gateway(
             drain.expire()
             await asyncio.wait([task], timeout=LAST_WORD_S)
             for connection in list(server.server_state.connections):  # of clients that take not even that
-                connection.transport.abort()  # type: ignore[union-attr]
+                connection.transport.abort()
             server.force_exit = True
             await asyncio.wait([task], timeout=LAST_WORD_S)
 

@@ -279,7 +279,7 @@ class RedisSessions:
         async with self._client.pipeline(transaction=False) as pipe:
             for key, s in batch:
                 record = "" if s.undo else s.record
-                arguments = [*self._head(key), s.step, s.tokens, s.think, s.closes, int(s.undo), record]
+                arguments: list[str | int | float] = [*self._head(key), s.step, s.tokens, s.think, s.closes, int(s.undo), record]
                 await script(keys=[], args=arguments, client=pipe)
             return [int(number) for number in await self._do(pipe.execute())]
 
@@ -296,7 +296,8 @@ class RedisSessions:
         callers = await self._do(cast("Awaitable[set[str]]", self._client.smembers(f"{PREFIX}callers")))
         found: list[tuple[float, str, str]] = []
         for caller in sorted(callers):
-            latest = await self._do(self._client.zrevrange(f"{PREFIX}c:{caller}", 0, limit - 1, withscores=True))
+            ranked = self._client.zrevrange(f"{PREFIX}c:{caller}", 0, limit - 1, withscores=True)
+            latest = await self._do(cast("Awaitable[list[tuple[str, float]]]", ranked))
             found += [(score, caller, name) for name, score in latest]
         found = sorted(found, reverse=True)[:limit]
         async with self._client.pipeline(transaction=False) as pipe:
@@ -310,7 +311,8 @@ class RedisSessions:
         if session is not None:
             names = [str(Key(caller, session))]
         else:
-            names = await self._do(self._client.zrange(f"{PREFIX}c:{caller}", 0, -1))
+            ranked = self._client.zrange(f"{PREFIX}c:{caller}", 0, -1)
+            names = await self._do(cast("Awaitable[list[str]]", ranked))
         gone = 0
         for start in range(0, len(names), 256):
             gone += int(await self._run("forget", caller, *names[start : start + 256]))
@@ -341,6 +343,8 @@ class RedisSessions:
 
 def _meters(flat: Sequence[str]) -> Meters:
     row = dict(zip(flat[::2], flat[1::2], strict=True))
-    numbers = [int(row.get(name, 0)) for name in ("steps", "tokens", "think", "closes", "lost", "seq")]
+    steps, tokens, think, closes, lost, seq = (
+        int(row.get(name, 0)) for name in ("steps", "tokens", "think", "closes", "lost", "seq")
+    )
     raised = {name.removeprefix("raised:"): int(value) for name, value in row.items() if name.startswith("raised:")}
-    return Meters(row.get("born", ""), *numbers, raised)
+    return Meters(row.get("born", ""), steps, tokens, think, closes, lost, seq, raised)
