@@ -567,6 +567,8 @@ class Step:
         delta = dict(choice.get("delta") or {})
         if "text" in choice:
             delta = {"content": choice["text"] or ""}
+            if not self._answered:  # some models close the closed block once more; the completions route has no parser to hide it
+                delta["content"] = re.sub(rf"\A\s*{re.escape(self._family.markers.end)}", "", delta["content"])
         delta.pop("role", None)
         inside = self.tally.inside
         if isinstance(self.tally, Tally):
