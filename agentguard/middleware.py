@@ -58,7 +58,7 @@ from agentguard.session import Record, Session, Sessions
 from agentguard.step import Closed, Step
 from agentguard.store import StoreError
 from agentguard.store.accounts import Ask, Grant, Key, Refusal, Settlement, keys_of
-from agentguard.store.books import PATIENCE_S, Books
+from agentguard.store.books import SETTLED_S, Books
 from agentguard.store.sessions import MemorySessions
 from agentguard.telemetry.hub import Hub
 from agentguard.trace.controller import Controller
@@ -399,7 +399,7 @@ class Guard:
         done = self.books.post(key, settlement, session.recorded)
         if not done.is_set() and not self.books.away:
             try:
-                async with asyncio.timeout(PATIENCE_S):
+                async with asyncio.timeout(SETTLED_S):
                     await done.wait()
             except TimeoutError:
                 logger.warning("settlement_late", session=str(session.identity), request=event.request)

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 logger = structlog.get_logger(__name__)
 PATIENCE_S = 5.0
 """How long a step waits for the store."""
+SETTLED_S = 1.0
+"""How long the end of a stream waits for its settlement, which goes on behind it."""
 RETRY_S = 0.5
 """Between two tries while it is away."""
 QUEUE = 10_000
@@ -141,7 +143,7 @@ class Books:
                         batch[0].done.set()
                     size = 1 if size > 1 else BATCH
                     continue
-                except (StoreError, TimeoutError) as error:
+                except Exception as error:  # whatever it is, the task must live, or nothing would ever be settled again
                     self._failed(error)
                     await asyncio.sleep(RETRY_S)
                     continue
@@ -168,11 +170,13 @@ class Books:
                             await self.store.sweep(self._retention_s)
                         else:  # every session would look old after a leap of the clock
                             logger.warning("clock_jumped", seconds=round(jumped - passed), remedy="no session is swept this time")
-            except (StoreError, TimeoutError) as error:
+            except Exception as error:
                 self._failed(error)
 
     def _failed(self, error: Exception) -> StoreError:
-        reason = str(error) or f"the store did not answer within {PATIENCE_S} s"
+        reason = f"the store did not answer within {PATIENCE_S:g} s" if isinstance(error, TimeoutError) else str(error)
+        if not isinstance(error, StoreError | TimeoutError):
+            logger.error("session_store_failed", error=repr(error))
         if not self.away:  # once, not at every step
             logger.warning("session_store_unreachable", error=reason)
         self.away, self._retry_at = reason, time.monotonic() + RETRY_S

@@ -338,7 +338,7 @@ class RedisSessions:
             if type(error) is ResponseError and not str(error).startswith(_PASSES):
                 raise StoreRefusedError(f"store={self._url}: {error}") from None
             raise StoreError(f"store={self._url}: {error}") from None
-        except (RedisError, OSError) as error:
+        except (RedisError, OSError, RuntimeError) as error:  # uvloop's word for a connection that is closed is a RuntimeError
             raise StoreError(f"store={self._url}: {error}; is Redis running there?") from None
 
 
