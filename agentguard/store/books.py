@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import structlog
 
@@ -25,6 +25,7 @@ from agentguard.tasks import owned_task
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+T = TypeVar("T")
 logger = structlog.get_logger(__name__)
 PATIENCE_S = 5.0
 """How long a step waits for the store."""
@@ -75,8 +76,7 @@ class Books:
         if self.away and time.monotonic() < self._retry_at:
             raise StoreError(self.away)
         try:
-            async with asyncio.timeout(PATIENCE_S):
-                answer = await self.store.reserve(key, ask)
+            answer = await _within(PATIENCE_S, self.store.reserve(key, ask))
         except BaseException as error:
             # it may have been made all the same, so it is taken back, before or after it arrives
             self.post(key, Settlement(ask.step, undo=True))
@@ -133,8 +133,8 @@ class Books:
             while self._queue:
                 batch = list(islice(self._queue.values(), size))
                 try:
-                    async with asyncio.timeout(PATIENCE_S):
-                        numbers = await self.store.settle([(posted.key, posted.settlement) for posted in batch])
+                    work = self.store.settle([(posted.key, posted.settlement) for posted in batch])
+                    numbers = await _within(PATIENCE_S, work)
                 except StoreRefusedError as error:
                     if size == 1:  # the others must not wait for it for ever
                         logger.error("settlement_refused", session=str(batch[0].key), error=str(error))
@@ -159,17 +159,16 @@ class Books:
         while True:
             await asyncio.sleep(self.lease_s / 4)
             try:
-                async with asyncio.timeout(PATIENCE_S):
-                    if self._running:
-                        seen = {step: (key, count()) for step, (key, count) in self._running.items()}
-                        await self.store.renew(seen, self.lease_s)
-                    if time.monotonic() - swept >= SWEEP_S:
-                        passed, jumped = time.monotonic() - swept, time.time() - wall
-                        swept, wall = time.monotonic(), time.time()
-                        if abs(jumped - passed) < SWEEP_S:
-                            await self.store.sweep(self._retention_s)
-                        else:  # every session would look old after a leap of the clock
-                            logger.warning("clock_jumped", seconds=round(jumped - passed), remedy="no session is swept this time")
+                if self._running:
+                    seen = {step: (key, count()) for step, (key, count) in self._running.items()}
+                    await _within(PATIENCE_S, self.store.renew(seen, self.lease_s))
+                if time.monotonic() - swept >= SWEEP_S:
+                    passed, jumped = time.monotonic() - swept, time.time() - wall
+                    swept, wall = time.monotonic(), time.time()
+                    if abs(jumped - passed) < SWEEP_S:
+                        await _within(PATIENCE_S, self.store.sweep(self._retention_s))
+                    else:  # every session would look old after a leap of the clock
+                        logger.warning("clock_jumped", seconds=round(jumped - passed), remedy="no session is swept this time")
             except Exception as error:
                 self._failed(error)
 
@@ -186,3 +185,20 @@ class Books:
         if self.away:
             logger.info("session_store_back", waiting=len(self._queue))
         self.away = ""
+
+
+async def _within(seconds: float, work: Coroutine[Any, Any, T]) -> T:
+    """The result of ``work``, or TimeoutError. A loop that is busy for seconds finds timer and answer due at once, and then the
+    answer counts: `asyncio.timeout` would have cancelled it, and taken a busy gateway for a store that is away."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait((task,), timeout=seconds)
+        for _ in range(8):
+            if task.done():
+                return task.result()
+            await asyncio.sleep(0)
+        raise TimeoutError
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)

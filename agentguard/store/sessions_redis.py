@@ -25,7 +25,7 @@ PREFIX = "agentguard:"
 VERSION = 1
 RETENTION_S = 400 * 86_400
 """For what no gateway sweeps any more; a recipe's own retention is at most a year."""
-TIMEOUT_S = 5.0
+TIMEOUT_S = 10.0
 _PASSES = ("MISCONF", "OOM", "BUSY", "CLUSTERDOWN", "MASTERDOWN", "TRYAGAIN", "LOADING")
 """Errors of a server's state, which another try may not meet."""
 _COMMON = """
