@@ -154,7 +154,7 @@ async def test_opencode_s_tools_find_the_user_s_settings_and_opencode_finds_none
         seen = Path(env["XDG_CONFIG_HOME"])
         assert (seen / "git" / "config").read_text() == "[user]"
         assert not (seen / "opencode").exists()
-        assert os.path.isdir(env["XDG_DATA_HOME"])  # noqa: PTH112
+        assert os.path.isdir(env["XDG_DATA_HOME"])  # noqa: PTH112, ASYNC240
     assert (theirs / "git" / "config").exists()  # what is removed is the link
 
 
