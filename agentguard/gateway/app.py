@@ -33,7 +33,7 @@ from agentguard.errors import (
     SessionLimitError,
 )
 from agentguard.events import OperatorActed, OperatorAction, encode_json
-from agentguard.gateway.admission import Admission, Admit, Drain
+from agentguard.gateway.admission import RETRY_S, Admission, Admit, Drain
 from agentguard.gateway.pages import RefusePages
 from agentguard.gateway.watch import WATCHERS, Watch, interval_of
 from agentguard.identity import Guesses, identify
@@ -46,6 +46,8 @@ logger = structlog.get_logger(__name__)
 MAX_BODY_BYTES = 16 << 20
 HEALTH_ROUTES = ("/health", "/health/live", "/health/ready")
 """Open without a key: they say how the gateway is, and nothing of whom it serves."""
+BODY_S = 60
+"""For a request's body to arrive; a step keeps its turn meanwhile."""
 STORE_S = 2
 """Seconds after which a store that was away may be back."""
 OPERATOR_ROUTES = ("/agentguard/sessions/limit", "/agentguard/close", "/agentguard/tts", "/agentguard/pin", "/agentguard/tails")
@@ -385,15 +387,14 @@ def _merge_tool_call(call: dict[str, Any], delta: Mapping[str, Any]) -> None:
     function["arguments"] += part.get("arguments") or ""
 
 
-async def _while_open(frames: AsyncGenerator[bytes, None], drain: Drain) -> AsyncIterator[bytes]:
+async def _while_open(frames: AsyncIterator[bytes], drain: Drain) -> AsyncIterator[bytes]:
     """A stream without an end, until the gateway ends."""
     task = asyncio.current_task()
     assert task is not None
     drain.watchers.add(task)
     try:
-        async with aclosing(frames):
-            async for frame in frames:
-                yield frame
+        async for frame in frames:
+            yield frame
     except asyncio.CancelledError:
         if not drain.begun:
             raise
@@ -401,6 +402,8 @@ async def _while_open(frames: AsyncGenerator[bytes, None], drain: Drain) -> Asyn
         yield b": the gateway ends\n\n"
     finally:
         drain.watchers.discard(task)
+        if isinstance(frames, AsyncGenerator):
+            await frames.aclose()
 
 
 async def _sse(first: Chunk, chunks: Stream, include_usage: bool, told: Reply, drain: Drain) -> AsyncIterator[bytes]:
@@ -447,10 +450,14 @@ def _data(value: object) -> bytes:
 
 async def _body(request: Request) -> dict[str, Any]:
     raw = bytearray()
-    async for piece in request.stream():
-        raw += piece
-        if len(raw) > MAX_BODY_BYTES:
-            raise ConfigError("body", f"more than {MAX_BODY_BYTES} bytes", "send less")
+    try:
+        async with asyncio.timeout(BODY_S):
+            async for piece in request.stream():
+                raw += piece
+                if len(raw) > MAX_BODY_BYTES:
+                    raise ConfigError("body", f"more than {MAX_BODY_BYTES} bytes", "send less")
+    except TimeoutError:
+        raise BusyError(408, "request_timeout", f"the body was not here within {BODY_S} s; send it again", RETRY_S) from None
     try:
         body = json.loads(bytes(raw))
     except ValueError as error:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import uvicorn
 
@@ -28,6 +30,8 @@ from agentguard.tasks import owned_task
 from agentguard.telemetry.engine_source import engine_source
 from agentguard.telemetry.hub import Hub
 
+KEEP_ALIVE_S = 75
+SILENT_S = 30.0
 LAST_WORD_S = 2.0
 """For the last events of streams that had no time left."""
 
@@ -153,12 +157,15 @@ async def gateway(
         create_app(guard, api_key=api_key, operator_key=operator_key, drain=drain),
         log_level="warning",
         access_log=False,
-        timeout_keep_alive=75,  # agents think and run tools between two steps; uvicorn's 5 s would close under them
+        timeout_keep_alive=KEEP_ALIVE_S,  # agents think and run tools between two steps; uvicorn's 5 s would close under them
     )
     server = _Server(config)
     for one in (listener, *others):
         give_up_after(one, serving.send_s)
-    async with owned_task(server.serve(sockets=[listener, *others]), "gateway") as task:
+    async with (
+        owned_task(server.serve(sockets=[listener, *others]), "gateway") as task,
+        owned_task(end_silent(server.server_state.connections), "silent connections"),
+    ):
         while not server.started and not task.done():  # noqa: ASYNC110  # uvicorn sets a flag, no event
             await asyncio.sleep(0.02)
         if task.done():
@@ -172,7 +179,7 @@ async def gateway(
             drain.expire()
             await asyncio.wait([task], timeout=LAST_WORD_S)
             for connection in list(server.server_state.connections):  # of clients that take not even that
-                connection.transport.abort()  # type: ignore[union-attr]
+                connection.transport.abort()
             server.force_exit = True
             await asyncio.wait([task], timeout=LAST_WORD_S)
 
@@ -180,6 +187,22 @@ async def gateway(
 def url_of(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+async def end_silent(connections: set[Any], every_s: float = 5.0, silent_s: float = SILENT_S) -> None:
+    """End connections that have not sent a whole request for so long. uvicorn waits for its head without an end."""
+    since: dict[Any, float] = {}
+    while True:
+        await asyncio.sleep(every_s)
+        now = time.monotonic()
+        waiting = [c for c in connections if c.cycle is None or c.cycle.response_complete]
+        since = {c: since.get(c, now) for c in waiting}
+        for connection, began in since.items():
+            if (
+                now - began > (silent_s if connection.cycle is None else silent_s + KEEP_ALIVE_S)
+                and connection.transport is not None
+            ):
+                connection.transport.abort()
 
 
 def give_up_after(listener: socket.socket, seconds: float) -> None:
