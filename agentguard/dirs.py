@@ -6,6 +6,11 @@ import os
 from pathlib import Path
 
 
+def config_dir() -> Path:
+    """For what the user writes; nothing is made here."""
+    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "agentguard"
+
+
 def cache_dir() -> Path:
     """For what can be made again."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "agentguard"

@@ -89,6 +89,23 @@ class PluginError(AgentGuardError):
     pass
 
 
+def loggable(error: Exception) -> str:
+    """An error as a log may hold it: without what a server, or a check of a request, quotes of the request.
+
+    Of an error that is no agentguard's: its type, and the file and line that raised it.
+    """
+    if isinstance(error, EngineRequestError):
+        return f"the engine answered {error.status}"
+    if isinstance(error, ConfigError):
+        return f"{error.field} is refused"
+    if isinstance(error, AgentGuardError):
+        return str(error)
+    at = error.__traceback__
+    while at is not None and at.tb_next is not None:
+        at = at.tb_next
+    return type(error).__name__ + (f" at {at.tb_frame.f_code.co_filename}:{at.tb_lineno}" if at is not None else "")
+
+
 def nearest(word: str, choices: Iterable[str]) -> str:
     """The hint at the end of an unknown-name message: the closest choice, and all of them."""
     names = sorted(choices)

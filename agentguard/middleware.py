@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import logging
 import re
 import time
 import uuid
@@ -17,8 +18,6 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
-
-import structlog
 
 from agentguard.economics.cells import CANCELLED
 from agentguard.economics.classes import Classes, is_side_call, kind_of
@@ -31,6 +30,7 @@ from agentguard.errors import (
     EngineDiedError,
     EngineRequestError,
     SessionLimitError,
+    loggable,
     nearest,
 )
 from agentguard.events import (
@@ -60,7 +60,7 @@ from agentguard.trace.loops import LoopDetector
 from agentguard.trace.markers import Family, Markers, generic, of_policy
 from agentguard.trace.tally import MarkerIds
 
-logger = structlog.get_logger(__name__)
+logger = logging.getLogger(__name__)
 _OVERFLOW = re.compile(
     r"maximum context length|context length exceeded|context_length_exceeded|longer than the maximum model length"
     r"|exceeds? (?:the )?(?:available )?(?:model'?s? )?(?:maximum )?context|max(?:imum)? model length|prompt is too long",
@@ -227,7 +227,13 @@ class Guard:
         )  # fmt: skip
         step.notes += [Note.BUDGET_MOVED] * moved + [Note.IDENTICAL_RETRY] * bool(retries)
         if moved:
-            logger.warning("budget_alias", session=str(identity), budget=budget, remedy="send it as thinking_token_budget")
+            facts = {
+                "session": str(identity),
+                "request": request_id,
+                "budget": budget,
+                "remedy": "send it as thinking_token_budget",
+            }
+            logger.warning("budget_alias", extra=facts)
         self._advise(reply, session, identity, number, request_id, length, side=side)
         self.running[request_id] = (identity, step)
         self.begun[request_id] = StepStarted(
@@ -277,7 +283,9 @@ class Guard:
             try:
                 self.ledger.finished(event, assigned, session.sums)
             except Exception as failure:  # counting must never break a client's stream
-                logger.error("economics_failed", request=request_id, error=repr(failure))
+                logger.error(
+                    "economics_failed", extra={"session": str(identity), "request": request_id, "error": loggable(failure)}
+                )
 
     def _upstream(self, request: ChatRequest, cap: Cap, xargs: dict[str, Any], *, exact: bool) -> dict[str, Any]:
         """The body for the engine: the client's own, with the step's limits in the form this server knows."""

@@ -41,8 +41,8 @@ def study() -> None:
 @click.option("--arms", help=f"Rules, separated by ';'; strict is the baseline. [default: {ARMS}; with --close: strict]")
 @click.option("--n", "sessions", default=96, show_default=True, type=click.IntRange(1), help="Sessions an arm.")
 @_SEED
-@click.option("--temperature", default=1.0, show_default=True)
-@click.option("--concurrency", default=24, show_default=True, type=click.IntRange(1))
+@click.option("--temperature", default=1.0, show_default=True, help="Of sampling.")
+@click.option("--concurrency", default=24, show_default=True, type=click.IntRange(1), help="Sessions at once.")
 @click.option("--model", help="Target model; the reference pair's by default.")
 @click.option(
     "--draft", help="Draft model; 'draft' and 'draft-short' are the reference pair's.", default="draft", show_default=True

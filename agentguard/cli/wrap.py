@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -16,12 +17,14 @@ from agentguard.cli.run import run
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 @click.option("--list", "show", is_flag=True, help="Show the agents that are known, and which are installed.")
+@click.option("--json", "as_json", is_flag=True, help="JSON: the list on stdout, or the line at the end on stderr.")
 @click.option("--model", help="A local model to serve, when nothing runs yet.")
 @click.option("--proxy", metavar="URL", help="Use this proxy, in front of --gateway. Default: what runs at --port.")
 @backend_options
 def wrap(
-    command: tuple[str, ...], show: bool, model: str | None, proxy: str | None, recipe: Path | None, upstream: str | None,
-    gateway: str | None, gateway_port: int, port: int, litellm: Path | None, lock: Path | None,
+    command: tuple[str, ...], show: bool, as_json: bool, model: str | None, proxy: str | None, recipe: Path | None,
+    settings: tuple[str, ...], upstream: str | None, gateway: str | None, gateway_port: int, port: int, litellm: Path | None,
+    lock: Path | None,
 ) -> None:  # fmt: skip
     """Run COMMAND, a coding agent or any program with an OpenAI or Anthropic SDK, against the guard.
 
@@ -29,22 +32,26 @@ def wrap(
     or of --model, --recipe or --upstream. The agent's exit code is passed on; one line at the end says what the run cost.
     """
     if show:
-        _show()
+        _show(as_json)
         return
     if not command:
         raise click.UsageError("give the agent's command behind '--', for example: agentguard wrap -- claude")
-    backend = backend_of(model, recipe, upstream, gateway, gateway_port)
+    backend = backend_of(model, recipe, settings, upstream, gateway, gateway_port)
     from agentguard.dirs import state_dir
 
     with (state_dir() / "wrap.log").open("w") as log:  # the terminal is the agent's
-        sys.exit(run(_wrap(command, backend, proxy, port, litellm, lock), log=log))
+        sys.exit(run(_wrap(command, backend, proxy, port, litellm, lock, as_json), log=log))
 
 
-def _show() -> None:
+def _show(as_json: bool) -> None:
+    from agentguard.agents.known import AGENTS
+
+    if as_json:
+        names = ("command", "name", "protocol", "tried", "installed", "note")
+        click.echo(json.dumps([{name: getattr(agent, name) for name in names} for agent in AGENTS], indent=1))
+        return
     from rich.console import Console
     from rich.table import Table
-
-    from agentguard.agents.known import AGENTS
 
     table = Table(box=None, pad_edge=False)
     for heading in ("command", "agent", "protocol", "tested with", "here", ""):
@@ -58,8 +65,9 @@ def _show() -> None:
 
 
 async def _wrap(
-    command: tuple[str, ...], backend: Any, proxy: str | None, port: int, litellm: Path | None, lock: Path | None
-) -> int:
+    command: tuple[str, ...], backend: Any, proxy: str | None, port: int, litellm: Path | None, lock: Path | None,
+    as_json: bool,
+) -> int:  # fmt: skip
     import asyncio
     import os
 
@@ -92,19 +100,25 @@ async def _wrap(
         arguments, env = await stack.enter_async_context(prepared(command, target))
         before = await _get(behind.url, backend.gateway_key, "/agentguard/sessions")
         status = await run_agent(arguments, env)
-        click.echo(await _summary(behind.url, backend.gateway_key, before["sessions"]), err=True)
+        click.echo(await _summary(behind.url, backend.gateway_key, before["sessions"], as_json), err=True)
     return status
 
 
-async def _summary(url: str, key: str | None, before: list[dict[str, Any]]) -> str:
+async def _summary(url: str, key: str | None, before: list[dict[str, Any]], as_json: bool) -> str:
+    from dataclasses import asdict
+
     import httpx2
 
     from agentguard.agents.summary import line, ratio, spent
 
     try:
         after = await _get(url, key, "/agentguard/sessions")
-        return line(spent(before, after["sessions"]), ratio(await _get(url, key, "/guard/v1/economics")))
+        economics = await _get(url, key, "/guard/v1/economics")
+        cost = spent(before, after["sessions"])
+        return json.dumps(asdict(cost)) if as_json else line(cost, ratio(economics))
     except httpx2.HTTPError as error:  # what the agent did and how it ended counts all the same
+        if as_json:
+            return json.dumps({"error": type(error).__name__, "gateway": url})
         return f"agentguard: no accounts, the gateway at {url} does not answer ({type(error).__name__})"
 
 

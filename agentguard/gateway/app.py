@@ -5,19 +5,20 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Coroutine, Mapping
 from contextlib import aclosing
 from typing import Any, Self, TypeVar
 
 import msgspec
-import structlog
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from agentguard import logs
 from agentguard.economics.classes import SIDE_HEADER
 from agentguard.economics.report import report
 from agentguard.engines.base import Chunk, Stream
@@ -29,6 +30,7 @@ from agentguard.errors import (
     EngineError,
     EngineRequestError,
     SessionLimitError,
+    loggable,
 )
 from agentguard.events import OperatorActed, OperatorAction, encode_json
 from agentguard.gateway.pages import RefusePages
@@ -38,7 +40,7 @@ from agentguard.middleware import Guard, Reply
 from agentguard.requests import ChatRequest
 from agentguard.telemetry import prometheus
 
-logger = structlog.get_logger(__name__)
+logger = logging.getLogger(__name__)
 MAX_BODY_BYTES = 16 << 20
 OPERATOR_ROUTES = ("/agentguard/sessions/limit", "/agentguard/close", "/agentguard/tts", "/agentguard/pin", "/agentguard/tails")
 TAILS, TAIL_CHARACTERS = 128, 600
@@ -65,6 +67,7 @@ def create_app(guard: Guard, *, api_key: str | None = None, operator_key: str | 
         side = request.headers.get(SIDE_HEADER, "") not in ("", "0", "false")
         told = Reply()
         who = identify(request.headers, body)
+        logs.bind(session=str(who))
         chunks = guard.stream(body, guesses.place(who, body), side=side, reply=told)
         try:
             if asked.stream:
@@ -190,6 +193,7 @@ def create_app(guard: Guard, *, api_key: str | None = None, operator_key: str | 
         app.add_middleware(RequireKey, api_key=api_key, operator_key=operator_key)
     app.add_middleware(RefusePages, keyed=api_key is not None)
     app.add_middleware(EndQuietly)
+    app.add_middleware(logs.RequestLog)
     return app
 
 
@@ -268,7 +272,7 @@ class EndQuietly:
         try:
             await self.app(scope, receive, send)
         except asyncio.CancelledError:
-            logger.info("request_cancelled", path=scope.get("path"))
+            logger.info("request_cancelled", extra={"path": scope.get("path")})
 
 
 class RequireKey:
@@ -365,11 +369,11 @@ async def _sse(first: Chunk, chunks: Stream, include_usage: bool, told: Reply) -
                 if chunk.get("choices") or include_usage:
                     yield _data(chunk)
         except AgentGuardError as error:
-            logger.warning("stream_failed", error=str(error))
+            logger.warning("stream_failed", extra={"request": told.request, "error": loggable(error)})
             yield _data(_error_body(error))
             return
         except Exception as error:
-            logger.error("stream_failed", error=repr(error))
+            logger.error("stream_failed", extra={"request": told.request, "error": loggable(error)})
             yield _data(
                 {"error": {"message": "internal error of the gateway; its log says more", "type": "server_error", "code": 500}}
             )

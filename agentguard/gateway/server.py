@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import uvicorn
 
@@ -17,7 +18,7 @@ from agentguard.engines.vllm_process import VllmProcess, vllm_process
 from agentguard.errors import ConfigError, EngineDiedError, EngineError
 from agentguard.gateway.app import create_app
 from agentguard.middleware import Guard
-from agentguard.policy import Policy
+from agentguard.policy import Policy, parse
 from agentguard.store import open_store
 from agentguard.store.sync import synced
 from agentguard.tasks import owned_task
@@ -65,19 +66,22 @@ async def serve_stack(
 
 @asynccontextmanager
 async def serve_upstream(
-    policy: Policy | None, url: str, *, key: str | None = None, host: str = "127.0.0.1", port: int = 0, api_key: str | None = None,
-    operator_key: str | None = None, hub: Hub | None = None,
+    policy: Policy | Mapping[str, Any] | None, url: str, *, key: str | None = None, host: str = "127.0.0.1", port: int = 0,
+    api_key: str | None = None, operator_key: str | None = None, hub: Hub | None = None,
 ) -> AsyncIterator[tuple[Guard, str]]:  # fmt: skip
     """The gateway in front of a server that runs already: any that speaks OpenAI's chat completions, with our plugin or without.
 
-    policy: None takes the server's model with the defaults; its ``engine.max_model_len`` is the window of a server that does not
-    state one. Yields the guard and the gateway's URL. Raises EngineDiedError when nobody answers at ``url``.
+    policy: None takes the server's model with the defaults, and a mapping of a policy's keys without ``model`` gets it; its
+    ``engine.max_model_len`` is the window of a server that does not state one. Yields the guard and the gateway's URL. Raises
+    EngineDiedError when nobody answers at ``url``, ConfigError for a mapping that is no policy.
     """
     hub = hub or Hub()
     with bind(host, port) as listener:
-        client = OpenAIEngine(url, api_key=key, window=policy.engine.max_model_len if policy else None)
+        given = policy if isinstance(policy, Policy) else parse({"model": "of the server", **(policy or {})})
+        client = OpenAIEngine(url, api_key=key, window=given.engine.max_model_len)
         try:
-            policy = policy or Policy(model=(await client.info()).model)
+            if not isinstance(policy, Policy):
+                policy = given if policy and "model" in policy else given.model_copy(update={"model": (await client.info()).model})
             async with economics(policy, hub) as ledger:
                 guard = await Guard.open(client, policy, hub, ledger=ledger)
                 async with gateway(guard, listener, api_key=api_key, operator_key=operator_key) as address:
@@ -105,6 +109,7 @@ async def gateway(
     """The gateway as a server in this event loop, on a bound socket; yields its URL."""
     config = uvicorn.Config(
         create_app(guard, api_key=api_key, operator_key=operator_key),
+        log_config=None,  # its lines go the way of ours
         log_level="warning",
         access_log=False,
         timeout_graceful_shutdown=5,
