@@ -94,9 +94,9 @@ def examine(*, generate: bool = False, policy: Policy | None = None) -> list[Che
         except AgentGuardError as error:
             checks.append(Check(f"reference pair: {name}", False, str(error)))
     if policy is not None:
-        found = cautions(policy)
-        checks += [Check(f"policy: {caution.key}", True, caution.text, warning=True) for caution in found]
-        checks += [] if found else [Check("policy", True, f"rule {policy.rule}, draft {policy.draft or '—'}: nothing to warn of")]
+        known = cautions(policy)
+        checks += [Check(f"policy: {caution.key}", True, caution.text, warning=True) for caution in known]
+        checks += [] if known else [Check("policy", True, f"rule {policy.rule}, draft {policy.draft or '—'}: nothing to warn of")]
     return [*checks, _generation()] if generate else checks
 
 

@@ -26,8 +26,6 @@ bound = structlog.contextvars.bound_contextvars
 bind = structlog.contextvars.bind_contextvars
 """The same until the end of the enclosing `bound` or task."""
 
-logging.getLogger(LOGGER).addHandler(logging.NullHandler())
-
 
 @contextlib.contextmanager
 def to(stream: TextIO, style: Style = "console", level: str = "info") -> Iterator[None]:

@@ -61,6 +61,7 @@ from agentguard.trace.markers import Family, Markers, generic, of_policy
 from agentguard.trace.tally import MarkerIds
 
 logger = logging.getLogger(__name__)
+logging.getLogger("agentguard").addHandler(logging.NullHandler())  # in somebody else's program our lines are theirs to show
 _OVERFLOW = re.compile(
     r"maximum context length|context length exceeded|context_length_exceeded|longer than the maximum model length"
     r"|exceeds? (?:the )?(?:available )?(?:model'?s? )?(?:maximum )?context|max(?:imum)? model length|prompt is too long",

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class RecipeName(click.ParamType):
+class RecipeName(click.ParamType[Path]):
     """A file, or the name of a recipe that ships; completes to both."""
 
     name = "recipe"
@@ -36,7 +36,7 @@ class RecipeName(click.ParamType):
         return [*names, CompletionItem(incomplete, type="file")]
 
 
-class Rule(click.ParamType):
+class Rule(click.ParamType[str]):
     """A verification rule; completes to the rules' names with their usual knobs. It is checked where it is used."""
 
     name = "rule"

@@ -39,6 +39,7 @@ from agentguard.identity import Guesses, identify
 from agentguard.middleware import Guard, Reply
 from agentguard.requests import ChatRequest
 from agentguard.telemetry import prometheus
+from agentguard.telemetry.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 MAX_BODY_BYTES = 16 << 20
@@ -55,9 +56,12 @@ T = TypeVar("T")
 _JSON = msgspec.json.Encoder()
 
 
-def create_app(guard: Guard, *, api_key: str | None = None, operator_key: str | None = None) -> Starlette:
+def create_app(
+    guard: Guard, *, api_key: str | None = None, operator_key: str | None = None, metrics: Metrics | None = None
+) -> Starlette:
     """The gateway's app. With ``api_key`` every route but /health needs it as a bearer token; with ``operator_key`` the routes that
-    act on other people's sessions need that one instead, which agents do not have."""
+    act on other people's sessions need that one instead, which agents do not have. ``metrics``: what `/metrics` shows beside the
+    economics."""
 
     guesses = Guesses(guard.policy.max_sessions)
 
@@ -165,8 +169,9 @@ def create_app(guard: Guard, *, api_key: str | None = None, operator_key: str | 
     async def economics(_: Request) -> Response:
         return JSONResponse(report(guard.ledger))
 
-    async def metrics(_: Request) -> Response:
-        return Response(prometheus.render(guard.ledger), media_type=prometheus.CONTENT_TYPE)
+    async def exposition(_: Request) -> Response:
+        counted = metrics.render() if metrics is not None else b""
+        return Response(prometheus.render(guard.ledger) + counted, media_type=prometheus.CONTENT_TYPE)
 
     async def health(_: Request) -> Response:
         return JSONResponse({"status": "ok"})
@@ -184,7 +189,7 @@ def create_app(guard: Guard, *, api_key: str | None = None, operator_key: str | 
             Route(OPERATOR_ROUTES[4], tails),
             Route("/guard/v1/economics", economics),
             Route("/guard/v1/watch", watch),
-            Route("/metrics", metrics),
+            Route("/metrics", exposition),
             Route("/health", health),
         ],
         exception_handlers={AgentGuardError: _on_error, ClientDisconnect: _on_client_gone},

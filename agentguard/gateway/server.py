@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +24,7 @@ from agentguard.store.sync import synced
 from agentguard.tasks import owned_task
 from agentguard.telemetry.engine_source import engine_source
 from agentguard.telemetry.hub import Hub
+from agentguard.telemetry.metrics import Metrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +108,39 @@ async def gateway(
     guard: Guard, listener: socket.socket, *, api_key: str | None = None, operator_key: str | None = None
 ) -> AsyncIterator[str]:
     """The gateway as a server in this event loop, on a bound socket; yields its URL."""
+    metrics = Metrics()
+    with guard.hub.sink(metrics.observe):
+        async with (
+            traced(guard) as wrapped,
+            _served(wrapped(create_app(guard, api_key=api_key, operator_key=operator_key, metrics=metrics)), listener) as url,
+        ):
+            yield url
+
+
+@asynccontextmanager
+async def traced(guard: Guard) -> AsyncIterator[Callable[[Any], Any]]:
+    """OpenTelemetry while the block runs, where the environment asks for it; yields what the app is wrapped in."""
+    from agentguard.telemetry import otel
+
+    if not otel.configured():
+        yield lambda app: app
+        return
+    exporting = otel.exporting("vllm" if guard.engine.facts.plugin else "openai")
+    sink = await asyncio.to_thread(exporting.__enter__)  # it imports, and its end sends what is left: both block
+    try:
+        if sink is None:
+            yield lambda app: app
+        else:
+            with guard.hub.sink(sink.observe):
+                yield otel.TraceContext
+    finally:
+        await asyncio.to_thread(exporting.__exit__, None, None, None)
+
+
+@asynccontextmanager
+async def _served(app: Any, listener: socket.socket) -> AsyncIterator[str]:
     config = uvicorn.Config(
-        create_app(guard, api_key=api_key, operator_key=operator_key),
+        app,
         log_config=None,  # its lines go the way of ours
         log_level="warning",
         access_log=False,
