@@ -22,6 +22,8 @@ from collections.abc import Iterable
 
 
 class AgentGuardError(Exception):
+    """The root. ``exit_code``: the exit status of a command that it ends."""
+
     exit_code = 1
 
 
@@ -51,6 +53,8 @@ class ContextLengthError(ConfigError):
 
 
 class SessionLimitError(AgentGuardError):
+    """``meter``: "steps", "tokens" or "no_progress", which stands at ``value`` of ``limit``. HTTP 429."""
+
     code = "session_limit"
 
     def __init__(self, session: str, meter: str, value: int, limit: int) -> None:
@@ -61,18 +65,20 @@ class SessionLimitError(AgentGuardError):
 
 
 class ActionRefusedError(AgentGuardError):
-    pass
+    """An operator's action that this monitor does not take, or that found nothing to act on."""
 
 
 class EngineError(AgentGuardError):
-    pass
+    """The engine did something we cannot work around. HTTP 502."""
 
 
 class EngineStartError(EngineError):
-    pass
+    """It never became ready; the message has the end of its log."""
 
 
 class EngineDiedError(EngineError):
+    """It was ready and is gone, or nobody answers there. HTTP 503; the same may work later."""
+
     exit_code = 3
 
 
@@ -86,7 +92,7 @@ class EngineRequestError(EngineError):
 
 
 class PluginError(AgentGuardError):
-    pass
+    """The plugin cannot run on this vLLM; the message says which name or version is the reason."""
 
 
 def loggable(error: Exception) -> str:

@@ -132,6 +132,7 @@ class Guard:
         return self._ids is not None
 
     def ready(self) -> EngineReady:
+        """The event that tells a reader of the model, its window in tokens and the cutoff's band."""
         cutoff = self.policy.cutoff
         return EngineReady(
             t=time.time(), engine=self.engine.name, model=self.info.model, max_model_len=self.info.max_model_len,

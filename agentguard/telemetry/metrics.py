@@ -108,6 +108,7 @@ class Metrics:
             self._acceptance.observe((event.accepted or 0) / event.drafted)
 
     def render(self) -> bytes:
+        """The exposition text of this moment."""
         return generate_latest(self.registry)
 
 

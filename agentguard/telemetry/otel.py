@@ -65,6 +65,7 @@ class Spans:
         )
 
     def observe(self, event: Event) -> None:
+        """A sink of the hub; returns at once."""
         if isinstance(event, StepStarted):
             self._started(event)
         elif isinstance(event, StepFinished):
