@@ -330,6 +330,13 @@ class Step:
         """The model ended its turn: the last token is the end of turn. With a stop string of the client's it is a real token."""
         return self.finish_reason in ("stop", "tool_calls") and not isinstance(self._stop_reason, str)
 
+    @property
+    def _stopped_by_client(self) -> bool:
+        """By a stop string, or by a token the client named: with several end tokens in a model's generation_config (Qwen3,
+        Llama 3, gpt-oss) vLLM reports those here too, and they are the model's own."""
+        reason = self._stop_reason
+        return self.finish_reason == "stop" and (isinstance(reason, str) or reason in self._request.stop_tokens)
+
     # -- closing ------------------------------------------------------------------------------------------------------
 
     async def _control(self) -> Close | None:
@@ -407,9 +414,8 @@ class Step:
 
     def _needs_answer(self) -> bool:
         """A step without an answer goes on, unless the client's own stop ended it."""
-        stopped_by_client = self.finish_reason == "stop" and self._stop_reason is not None
         ended = self.finish_reason in ("stop", "length", "tool_calls")  # and not by a content filter, say
-        return self.empty and ended and not self._off and not stopped_by_client
+        return self.empty and ended and not self._off and not self._stopped_by_client
 
     async def _go_on(self, cut: Close | None) -> Stream:
         """The answer behind a trace that was cut, or behind one the model left without an answer."""
@@ -563,6 +569,8 @@ class Step:
         delta = dict(choice.get("delta") or {})
         if "text" in choice:
             delta = {"content": choice["text"] or ""}
+            if not self._answered:  # some models close the closed block once more; the completions route has no parser to hide it
+                delta["content"] = re.sub(rf"\A\s*{re.escape(self._family.markers.end)}", "", delta["content"])
         delta.pop("role", None)
         inside = self.tally.inside
         if isinstance(self.tally, Tally):
