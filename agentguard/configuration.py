@@ -234,7 +234,7 @@ def _value(key: str, text: str, what: str) -> Any:
 
 def from_file(path: Path, kind: str) -> Layer:
     """``kind``: recipe, project file or user file. Raises ConfigError for one that cannot be used."""
-    layer = Layer(f"{kind} {path}", policies.read(path), path=path)
+    layer = Layer(f"{kind} {path}", policies.read(path, kind), path=path)
     if kind == "project file":
         _trusted(path)
         for key, why in NOT_FROM_A_PROJECT.items():
@@ -262,7 +262,7 @@ def project_file(start: Path) -> Path | None:
     for folder in (start, *start.parents):
         found = [path for name in ("agentguard.toml", "agentguard.yaml") if (path := folder / name).is_file()]
         pyproject = folder / "pyproject.toml"
-        if pyproject.is_file() and policies.read(pyproject):
+        if pyproject.is_file() and policies.read(pyproject, "project file"):
             found.append(pyproject)
         if len(found) > 1:
             raise ConfigError("project file", str(found[1]), f"{found[0].name} beside it configures this project too; keep one")

@@ -222,8 +222,9 @@ def load(path: Path) -> Policy:
     return parse(read(path))
 
 
-def read(path: Path) -> dict[str, Any]:
-    """A recipe's mapping, not validated yet; model paths that exist relative to the file are made so. Raises ConfigError.
+def read(path: Path, what: str = "recipe") -> dict[str, Any]:
+    """A recipe's mapping, not validated yet; model paths that exist relative to the file are made so. Raises ConfigError, in which
+    the file is called ``what``.
 
     A file whose name ends in .toml is TOML, in `pyproject.toml` its table `tool.agentguard`; anything else is YAML.
     """
@@ -232,13 +233,14 @@ def read(path: Path) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
         raw = tomllib.loads(text) if kind == "TOML" else yaml.safe_load(text)
     except OSError as error:
-        raise ConfigError("recipe", str(path), f"cannot be read ({error.strerror}); give the path of a YAML or TOML file") from None
+        raise ConfigError(what, str(path), f"cannot be read ({error.strerror}); give the path of a YAML or TOML file") from None
     except (yaml.YAMLError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError("recipe", str(path), f"is not {kind}: {error}") from None
+        raise ConfigError(what, str(path), f"is not {kind}: {error}") from None
     if path.name == "pyproject.toml":
-        raw = raw.get("tool", {}).get("agentguard", {})
+        tools = raw.get("tool")
+        raw = tools.get("agentguard", {}) if isinstance(tools, dict) else {}
     if not isinstance(raw, dict):
-        raise ConfigError("recipe", str(path), "is not a mapping; it needs at least 'model: PATH'")
+        raise ConfigError(what, str(path), "is not a mapping; it needs at least 'model: PATH'")
     for key in ("model", "draft"):
         value = raw.get(key)
         if isinstance(value, str) and (path.parent / value).exists():

@@ -246,6 +246,15 @@ def test_show_names_the_source_of_each_value(
     assert "secret" not in out
 
 
+def test_validate_says_in_json_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "good.yaml").write_text("model: m\n")
+    (tmp_path / "wrong.toml").write_text("rul = 1\n")
+    code, out, _ = call(capsys, "config", "validate", "good.yaml", "wrong.toml", "--json")
+    rows = json.loads(out)
+    assert (code, [row["ok"] for row in rows]) == (2, [True, False])
+    assert "did you mean 'rule'" in rows[1]["error"]
+
+
 # completion
 
 

@@ -172,6 +172,17 @@ def test_a_project_file_that_others_can_write_is_refused(place: Path) -> None:
         gather(environ={})
 
 
+@pytest.mark.parametrize(("text", "said"), [("[tool", "project file="), ("tool = 3", ""), ("[tool.agentguard]\nrul = 1", "'rule'")])
+def test_a_pyproject_of_others_is_no_trouble_and_a_broken_one_is_named(place: Path, text: str, said: str) -> None:
+    (place / "repository" / "pyproject.toml").write_text(text)
+    if not said:
+        assert gather(environ={}).values == {}
+        return
+    with pytest.raises(ConfigError, match=said) as caught:
+        gather(environ={})
+    assert "pyproject.toml" in str(caught.value)
+
+
 def test_two_user_files_are_refused(place: Path) -> None:
     for name in ("config.toml", "config.yaml"):
         (place / "config" / "agentguard" / name).write_text("")

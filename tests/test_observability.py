@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gzip
 import io
 import json
 import logging
@@ -15,6 +17,7 @@ from typing import Any
 
 import httpx2
 import pytest
+import uvicorn
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
@@ -22,14 +25,19 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 from prometheus_client.parser import text_string_to_metric_families
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 from agentguard import logs
 from agentguard.economics.cells import CANCELLED
 from agentguard.economics.ledger import ledger_of
 from agentguard.errors import ConfigError, EngineDiedError, EngineRequestError, loggable
 from agentguard.events import DraftUpdated, RuleSwitched, SessionAlarm, StepFinished, StepStarted, TraceClosed, VerificationStep
-from agentguard.gateway.server import serve_upstream
+from agentguard.gateway.server import bind, serve_upstream
 from agentguard.policy import Policy
+from agentguard.tasks import owned_task
 from agentguard.telemetry import otel, prometheus
 from agentguard.telemetry.metrics import Metrics, outcome
 from tests.scripted import END, STOP, USAGE, A, B, Script, chunk, upstream
@@ -362,6 +370,36 @@ def test_nothing_of_it_is_imported_while_it_is_off() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""
+
+
+@pytest.mark.parametrize("there", [True, False], ids=["collector", "no collector"])
+async def test_a_configured_collector_gets_them_and_one_that_is_not_there_stops_nobody(
+    there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    got: list[tuple[str, bytes]] = []
+
+    async def take(request: Request) -> Response:
+        got.append((request.url.path, await request.body()))
+        return Response(b"")
+
+    routes = [Route(f"/v1/{signal}", take, methods=["POST"]) for signal in ("traces", "metrics")]
+    with bind("127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
+        server = uvicorn.Server(uvicorn.Config(Starlette(routes=routes), log_level="critical", lifespan="off"))
+        server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
+        async with contextlib.AsyncExitStack() as stack:
+            if there:
+                await stack.enter_async_context(owned_task(server.serve(sockets=[listener]), "collector"))
+            monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{port if there else 9}")
+            async with gateway(Script(chat=list(ANSWERS))) as client:
+                assert (await client.post("/v1/chat/completions", json=ASK)).status_code == 200
+            server.should_exit = True
+    paths = {path for path, _ in got}
+    assert paths == ({"/v1/traces", "/v1/metrics"} if there else set())
+    bodies = b"".join(gzip.decompress(body) if body[:2] == b"\x1f\x8b" else body for _, body in got)
+    assert (b"gen_ai.usage.reasoning.output_tokens" in bodies) is there
+    assert (b"gen_ai.client.token.usage" in bodies) is there
+    assert SECRET.encode() not in bodies
 
 
 async def test_the_clients_trace_goes_on_in_the_gateways_span(spans: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,17 +73,25 @@ def validate_command(files: tuple[Path, ...], as_json: bool) -> None:
 
     A project or user file need not name a model; a recipe that is started without one on the command line does.
     """
-    from agentguard.configuration import Configuration, from_file, gather, merge
+    from agentguard.configuration import from_file, gather, merge
+    from agentguard.errors import ConfigError
 
-    checked: list[tuple[str, Configuration]] = [(str(path), merge([from_file(path, "file")])) for path in files]
-    checked = checked or [("this folder", gather())]
     told: list[dict[str, Any]] = []
-    for name, one in checked:
-        policy = one.policy(model=_UNSET)
-        told.append({"name": name, "ok": True, "files": [str(path) for path in one.files]})
-        warn(policy)
+    for path in files or (None,):
+        row: dict[str, Any] = {"name": "this folder" if path is None else str(path), "ok": True, "files": [], "error": ""}
+        try:
+            one = gather() if path is None else merge([from_file(path, "file")])
+            row["files"] = [str(file) for file in one.files]
+            warn(one.policy(model=_UNSET))
+        except ConfigError as error:
+            if not as_json:
+                raise
+            row |= {"ok": False, "error": str(error)}
+        told.append(row)
     if as_json:
         click.echo(json.dumps(told, indent=1))
+        if not all(row["ok"] for row in told):
+            raise SystemExit(2)
         return
     for row in told:
         of = f" ({', '.join(row['files'])})" if row["files"] and row["name"] == "this folder" else ""
