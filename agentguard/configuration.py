@@ -189,6 +189,8 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> Layer:
         key = name.removeprefix(PREFIX).lower().replace("__", ".")
         if not name.startswith(PREFIX) or not environ[name]:
             continue
+        if key == "store" and not environ[name].lstrip().startswith("{"):
+            key = "store.url"  # its short form, which `agentguard sessions` reads too
         top, dot, _ = key.partition(".")
         if top not in Policy.model_fields:
             if dot or difflib.get_close_matches(key, Policy.model_fields, n=1, cutoff=0.85):
@@ -218,7 +220,7 @@ def _put(values: dict[str, Any], key: str, text: str, what: str) -> None:
 
 
 _TEXTS: Final = frozenset(
-    {"model", "draft", "rule", "economics.key", "economics.store", "engine.reasoning_parser", "engine.tool_parser"}
+    {"model", "draft", "rule", "economics.key", "economics.store", "store.url", "engine.reasoning_parser", "engine.tool_parser"}
 )
 """Keys whose value is a text as it stands: a model may be named 1984, a parser `on`."""
 

@@ -143,13 +143,14 @@ def config_page() -> str:
     ]
     for section, model in (
         ("cutoff", policy.Cutoff), ("limits", policy.SessionLimits), ("economics", policy.Economics),
-        ("engine", policy.EngineOptions), ("about", policy.About),
+        ("store", policy.StoreOptions), ("serving", policy.ServingLimits), ("engine", policy.EngineOptions),
+        ("about", policy.About),
     ):  # fmt: skip
         parts.append(f"## {section}\n\n{_cell(model.__doc__ or '')}\n\n{head}\n" + "\n".join(_rows(model, f"{section}.")) + "\n")
     defaults = TtsSettings()
     settings = ", ".join(f"`{name}: {json.dumps(getattr(defaults, name))}`" for name in SECTIONS["tts"])
     parts.append(f"## tts\n\n`tts: {{}}` turns it on with {settings}. What each does: [tts.md](../tts.md).\n")
-    known = {"about", "cutoff", "limits", "economics", "engine", "tts"}
+    known = {"about", "cutoff", "limits", "economics", "store", "serving", "engine", "tts"}
     assert set(SECTIONS) == known, f"a section without a table: {set(SECTIONS) - known}"
     return "\n".join(parts)
 

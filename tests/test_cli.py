@@ -193,8 +193,8 @@ def test_every_command_has_a_line_of_help_and_every_option_too() -> None:
 
 
 def test_every_command_that_tells_something_speaks_json() -> None:
-    """`completion` and `config schema` print one thing alone, which a program reads as it is."""
-    without = {("completion",), ("config", "schema")}
+    """`completion` and `config schema` print one thing alone, which a program reads as it is; a study's folder holds its JSON."""
+    without = {("completion",), ("config", "schema"), ("study", "full"), ("study", "report")}
     for path, command in commands():
         if not isinstance(command, click.Group) and path not in without:
             assert any("--json" in parameter.opts for parameter in command.params), path

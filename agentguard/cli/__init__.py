@@ -22,6 +22,7 @@ COMMANDS = {
     "proxy": ("agentguard.cli.proxy", "Start a LiteLLM proxy in front of the gateway, for agents of all three protocols."),
     "recipes": ("agentguard.cli.recipes", "List, show and check recipes."),
     "serve": ("agentguard.cli.serve", "Start vLLM with the plugin and the gateway for a local model."),
+    "sessions": ("agentguard.cli.sessions", "The accounts of sessions in a gateway's store, and forgetting them."),
     "status": ("agentguard.cli.status", "Arms, λ against gain, and the guard's verdicts of a running gateway."),
     "study": ("agentguard.cli.study", "Length-corrected evaluation of verification rules."),
     "tui": ("agentguard.cli.tui", "The live monitor of gateways and vLLM servers."),
@@ -64,6 +65,11 @@ def cli(log_format: str | None, log_level: str | None) -> None:
     Exit status: 0 done, 1 failure or a finding, 2 usage or configuration, 3 try again later, 130 interrupted.
     stdout is data, stderr is narration.
     """
+    import os
+
+    for name, value in (("AGENTGUARD_LOG_FORMAT", log_format), ("AGENTGUARD_LOG_LEVEL", log_level)):
+        if value is not None:
+            os.environ[name] = value  # the gateway's worker processes log alike
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import sys
 from collections.abc import Callable, Coroutine
@@ -51,7 +52,10 @@ def log_options() -> tuple[Any, str]:
     """Format and level as the command line or the environment says them."""
     context = click.get_current_context(silent=True)
     given = context.find_root().params if context is not None else {}
-    return given.get("log_format") or "console", given.get("log_level") or "info"
+    return (
+        given.get("log_format") or os.environ.get("AGENTGUARD_LOG_FORMAT") or "console",
+        given.get("log_level") or os.environ.get("AGENTGUARD_LOG_LEVEL") or "info",
+    )
 
 
 def _fast_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
