@@ -210,6 +210,34 @@ def test_json_is_all_there_is_on_stdout(capsys: pytest.CaptureFixture[str]) -> N
         assert json.loads(out), arguments
 
 
+# warnings
+
+HEAD = "model: ./none\ndraft: org/x-eagle3\nrule: cactus:delta=0.25\n"
+
+
+def test_a_relaxed_rule_on_a_head_is_warned_of_where_one_looks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "head.yaml").write_text(HEAD)
+    said = "λ rose to 3.30 with heads, against 0.90-1.06 with a standalone draft"
+    code, _, err = call(capsys, "serve", "--recipe", "head.yaml", "--store", "memory")
+    assert (code, said in err, "does not exist" in err) == (2, True, True), (
+        "it is a warning: what ends the command is another thing"
+    )
+    code, out, _ = call(capsys, "recipes", "check", "head.yaml")
+    assert (code, said in out) == (0, True)
+    assert call(capsys, "recipes", "check", "--strict", "head.yaml")[0] == 1
+    code, _, err = call(capsys, "config", "validate", "head.yaml")
+    assert (code, said in err) == (0, True)
+    monkeypatch.setattr("agentguard.doctor._plugin", list)  # what vLLM can do is asked in a process of its own
+    code, out, _ = call(capsys, "doctor", "--recipe", "head.yaml", "--json")
+    (found,) = [check for check in json.loads(out) if check["check"] == "policy: relaxed-head"]
+    assert (found["ok"], found["warning"]) == (True, True)
+    assert said in found["detail"]
+    code, out, _ = call(capsys, "doctor", "--recipe", "head.yaml", "--rule", "strict", "--json")
+    assert "nothing to warn of" in json.loads(out)[-1]["detail"]
+
+
 # configuration
 
 

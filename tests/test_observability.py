@@ -232,7 +232,9 @@ async def test_the_gateway_exports_both_and_counts_what_it_served() -> None:
     async with gateway(Script(chat=list(ANSWERS))) as client:
         await client.post("/v1/chat/completions", json=ASK)
         text = (await client.get("/metrics")).text
-    families = {family.name for family in text_string_to_metric_families(text)}
+    named = [family.name for family in text_string_to_metric_families(text)]
+    families = set(named)
+    assert len(families) == len(named), "the two halves have no name in common"
     assert {"agentguard_steps", "agentguard_requests", "agentguard_reasoning_tokens", "agentguard_build_info"} <= families
     assert 'agentguard_requests_total{outcome="answered"} 1.0' in text
 
