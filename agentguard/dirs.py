@@ -8,6 +8,11 @@ from pathlib import Path
 from agentguard.errors import ConfigError
 
 
+def config_dir() -> Path:
+    """For what the user writes; nothing is made here."""
+    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "agentguard"
+
+
 def cache_dir() -> Path:
     """For what can be made again."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "agentguard"

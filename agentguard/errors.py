@@ -24,6 +24,8 @@ from collections.abc import Iterable
 
 
 class AgentGuardError(Exception):
+    """The root. ``exit_code``: the exit status of a command that it ends."""
+
     exit_code = 1
 
 
@@ -53,6 +55,8 @@ class ContextLengthError(ConfigError):
 
 
 class SessionLimitError(AgentGuardError):
+    """``meter``: "steps", "tokens" or "no_progress", which stands at ``value`` of ``limit``. HTTP 429."""
+
     code = "session_limit"
 
     def __init__(self, session: str, meter: str, value: int, limit: int) -> None:
@@ -87,18 +91,20 @@ class BusyError(AgentGuardError):
 
 
 class ActionRefusedError(AgentGuardError):
-    pass
+    """An operator's action that this monitor does not take, or that found nothing to act on."""
 
 
 class EngineError(AgentGuardError):
-    pass
+    """The engine did something we cannot work around. HTTP 502."""
 
 
 class EngineStartError(EngineError):
-    pass
+    """It never became ready; the message has the end of its log."""
 
 
 class EngineDiedError(EngineError):
+    """It was ready and is gone, or nobody answers there. HTTP 503; the same may work later."""
+
     exit_code = 3
 
 
@@ -112,7 +118,24 @@ class EngineRequestError(EngineError):
 
 
 class PluginError(AgentGuardError):
-    pass
+    """The plugin cannot run on this vLLM; the message says which name or version is the reason."""
+
+
+def loggable(error: Exception) -> str:
+    """An error as a log may hold it: without what a server, or a check of a request, quotes of the request.
+
+    Of an error that is no agentguard's: its type, and the file and line that raised it.
+    """
+    if isinstance(error, EngineRequestError):
+        return f"the engine answered {error.status}"
+    if isinstance(error, ConfigError):
+        return f"{error.field} is refused"
+    if isinstance(error, AgentGuardError):
+        return str(error)
+    at = error.__traceback__
+    while at is not None and at.tb_next is not None:
+        at = at.tb_next
+    return type(error).__name__ + (f" at {at.tb_frame.f_code.co_filename}:{at.tb_lineno}" if at is not None else "")
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:

@@ -125,7 +125,7 @@ def _opencode(target: Target, home: Path, arguments: Sequence[str]) -> Setup:
         **{name: str(home / folder) for name, (folder, _) in own_folders.items()},
         KEY: target.key,
     }
-    mirrors = {
+    mirrors: dict[str, tuple[Path, tuple[str, ...]]] = {
         folder: (Path(os.environ.get(name) or Path.home() / usual), ("opencode",)) for name, (folder, usual) in own_folders.items()
     }
     return Setup(env, {"opencode.json": json.dumps(own, indent=1)}, mirrors=mirrors)

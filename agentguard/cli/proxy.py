@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 import time
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from typing import Any
 
 import click
 
+from agentguard.cli.options import RECIPE, SET, configuration, warn
 from agentguard.cli.run import run
 
 
@@ -18,7 +20,8 @@ def backend_options(gateway_port: int) -> Callable[[Callable[..., None]], Callab
     """What stands behind the proxy, the same for `agentguard proxy` and `wrap`. ``gateway_port``: where one that starts listens by
     default; 0 is a free one."""
     options = (
-        click.option("--recipe", type=click.Path(path_type=Path), help="YAML recipe of the model and its guard."),
+        RECIPE,
+        SET,
         click.option("--upstream", metavar="URL", help="Guard an OpenAI-compatible server that runs already."),
         click.option("--gateway", metavar="URL", help="Use this gateway. Default: what runs at http://127.0.0.1:8484."),
         click.option(
@@ -44,9 +47,11 @@ def backend_options(gateway_port: int) -> Callable[[Callable[..., None]], Callab
 @click.option("--allow-public", is_flag=True, help="Bind to an address that others can reach; needs AGENTGUARD_PROXY_KEY.")
 @click.option("--workers", default=1, show_default=True, type=click.IntRange(1, 64), help="Processes of LiteLLM.")
 @click.option("--print-config", is_flag=True, help="Print the configuration for a LiteLLM of your own, and start nothing.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON line on stdout when it is ready.")
 def proxy(
-    model: str | None, recipe: Path | None, upstream: str | None, gateway: str | None, gateway_port: int, port: int,
-    litellm: Path | None, lock: Path | None, host: str, allow_public: bool, workers: int, print_config: bool,
+    model: str | None, recipe: Path | None, settings: tuple[str, ...], upstream: str | None, gateway: str | None, gateway_port: int,
+    port: int, litellm: Path | None, lock: Path | None, host: str, allow_public: bool, workers: int, print_config: bool,
+    as_json: bool,
 ) -> None:  # fmt: skip
     """Start a LiteLLM proxy in front of the guard's gateway, and the gateway itself for a local MODEL or an --upstream.
 
@@ -57,7 +62,7 @@ def proxy(
 
     from agentguard.proxy.config import as_yaml, check_address, config, key_file, master_key
 
-    backend = backend_of(model, recipe, upstream, gateway, gateway_port)
+    backend = backend_of(model, recipe, settings, upstream, gateway, gateway_port)
     if print_config:
         click.echo(as_yaml(config(*run(_named(backend, model, gateway_port)), keyed=backend.gateway_key is not None)), nl=False)
         return
@@ -66,14 +71,18 @@ def proxy(
     command = litellm_command(litellm, lock)
     key = given or master_key()
     where = "AGENTGUARD_PROXY_KEY" if given else str(key_file())
-    run(_serve(command, backend, key, where, host, port, workers), serves=True)
+    run(_serve(command, backend, key, where, host, port, workers, as_json), serves=True)
 
 
-def backend_of(model: str | None, recipe: Path | None, upstream: str | None, gateway: str | None, gateway_port: int) -> Any:
-    """What the options mean. Keys are taken from the environment alone: a command line is everybody's to read."""
+def backend_of(
+    model: str | None, recipe: Path | None, settings: tuple[str, ...], upstream: str | None, gateway: str | None, gateway_port: int
+) -> Any:
+    """What the options mean. Keys are taken from the environment alone: a command line is everybody's to read.
+
+    Environment and files give values to a model that is served here; they alone do not make one be served.
+    """
     import os
 
-    from agentguard import policy as policies
     from agentguard.errors import ConfigError
     from agentguard.proxy.serving import Backend
 
@@ -82,8 +91,11 @@ def backend_of(model: str | None, recipe: Path | None, upstream: str | None, gat
     for name, url in (("upstream", upstream), ("gateway", gateway)):
         if url and not url.startswith(("http://", "https://")):
             raise ConfigError(name, url, "give a URL such as http://127.0.0.1:8000")
-    base: dict[str, Any] = policies.read(recipe) if recipe else {}
-    base |= {"model": model} if model else {}
+    if settings and not (model or recipe):
+        raise ConfigError("--set", settings[0], "changes a model that is served here; give a MODEL or --recipe with it")
+    policy = configuration({"model": model}, settings, recipe).policy() if model or recipe else None
+    if policy is not None:
+        warn(policy)
 
     def key(name: str) -> str | None:
         return os.environ.get(name) or None  # an empty variable is none
@@ -92,7 +104,7 @@ def backend_of(model: str | None, recipe: Path | None, upstream: str | None, gat
         gateway=gateway, gateway_key=key("AGENTGUARD_API_KEY"),
         upstream=upstream.rstrip("/").removesuffix("/v1") if upstream else None,
         upstream_key=key("AGENTGUARD_UPSTREAM_KEY"), operator_key=key("AGENTGUARD_OPERATOR_KEY"),
-        policy=policies.parse(base) if base else None, port=gateway_port,
+        policy=policy, port=gateway_port,
     )  # fmt: skip
 
 
@@ -133,7 +145,7 @@ async def _named(backend: Any, model: str | None, port: int) -> tuple[str, str]:
         return model or "MODEL", url
 
 
-async def _serve(command: Path, backend: Any, key: str, where: str, host: str, port: int, workers: int) -> None:
+async def _serve(command: Path, backend: Any, key: str, where: str, host: str, port: int, workers: int, as_json: bool) -> None:
     from contextlib import AsyncExitStack
 
     from agentguard.proxy.running import Running, announced
@@ -149,5 +161,8 @@ async def _serve(command: Path, backend: Any, key: str, where: str, host: str, p
         click.echo(f"gateway: {gateway.url}/v1  ({gateway.note})", err=True)
         click.echo(f"ready: {running.url}  (key: {where}; log: {running.log})", err=True)
         click.echo("OpenAI base URL: …/v1, Anthropic base URL: without /v1; or run an agent with 'agentguard wrap -- …'", err=True)
+        if as_json:
+            told = {"event": "ready", "url": running.url, "gateway": gateway.url, "model": gateway.model, "key": where}
+            click.echo(json.dumps(told | {"log": str(running.log)}))
         watching = asyncio.create_task(first_end(gateway, running), name="process watch")
         raise await watching

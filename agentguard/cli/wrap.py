@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
@@ -23,12 +24,14 @@ KEPT_S = 7 * 86_400.0
 @click.command(context_settings={"allow_interspersed_args": False})
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 @click.option("--list", "show", is_flag=True, help="Show the agents that are known, and which are installed.")
+@click.option("--json", "as_json", is_flag=True, help="JSON: the list on stdout, or the line at the end on stderr.")
 @click.option("--model", help="A local model to serve, when nothing runs yet.")
 @click.option("--proxy", metavar="URL", help="Use this proxy, in front of --gateway. Default: 'agentguard proxy' at --port.")
 @backend_options(gateway_port=0)
 def wrap(
-    command: tuple[str, ...], show: bool, model: str | None, proxy: str | None, recipe: Path | None, upstream: str | None,
-    gateway: str | None, gateway_port: int, port: int, litellm: Path | None, lock: Path | None,
+    command: tuple[str, ...], show: bool, as_json: bool, model: str | None, proxy: str | None, recipe: Path | None,
+    settings: tuple[str, ...], upstream: str | None, gateway: str | None, gateway_port: int, port: int, litellm: Path | None,
+    lock: Path | None,
 ) -> None:  # fmt: skip
     """Run COMMAND, a coding agent or any program with an OpenAI or Anthropic SDK, against the guard.
 
@@ -37,7 +40,7 @@ def wrap(
     line at the end says what the run cost.
     """
     if show:
-        _show()
+        _show(as_json)
         return
     if not command:
         raise click.UsageError("give the agent's command behind '--', for example: agentguard wrap -- claude")
@@ -49,7 +52,7 @@ def wrap(
 
     # what costs nothing to look at comes before LiteLLM's environment (90 s the first time) and an engine
     program_of(command)
-    backend = backend_of(model, recipe, upstream, gateway, gateway_port)
+    backend = backend_of(model, recipe, settings, upstream, gateway, gateway_port)
     starts_gateway = backend.policy is not None or backend.upstream is not None
     if proxy and starts_gateway:
         raise ConfigError(
@@ -67,7 +70,7 @@ def wrap(
     if recognise(command)[0] is None:
         click.echo(f"agentguard: {command[0]} is no agent that is known; it gets the variables of both SDKs", err=True)
     with _log() as log:  # the terminal is the agent's
-        sys.exit(run(_wrap(command, backend, proxy or (running.url if running else None), started), log=log))
+        sys.exit(run(_wrap(command, backend, proxy or (running.url if running else None), started, as_json), log=log))
 
 
 @contextmanager
@@ -91,11 +94,15 @@ def _log() -> Iterator[TextIO]:
                 path.unlink()
 
 
-def _show() -> None:
+def _show(as_json: bool) -> None:
+    from agentguard.agents.known import AGENTS
+
+    if as_json:
+        names = ("command", "name", "protocol", "tried", "installed", "note")
+        click.echo(json.dumps([{name: getattr(agent, name) for name in names} for agent in AGENTS], indent=1))
+        return
     from rich.console import Console
     from rich.table import Table
-
-    from agentguard.agents.known import AGENTS
 
     table = Table(box=None, pad_edge=False)
     for heading in ("command", "agent", "protocol", "tested with", "here", ""):
@@ -111,7 +118,7 @@ def _show() -> None:
     console.print(table)
 
 
-async def _wrap(command: tuple[str, ...], backend: Any, proxy: str | None, litellm: Path | None) -> int:
+async def _wrap(command: tuple[str, ...], backend: Any, proxy: str | None, litellm: Path | None, as_json: bool) -> int:
     """``proxy``: the URL of one that runs; None: ``litellm`` is started."""
     import asyncio
 
@@ -147,19 +154,25 @@ async def _wrap(command: tuple[str, ...], backend: Any, proxy: str | None, litel
             if watching is not None:
                 watching.cancel()
                 await asyncio.gather(watching, return_exceptions=True)
-        click.echo(await _summary(behind.url, backend.gateway_key, before["sessions"]), err=True)
+        click.echo(await _summary(behind.url, backend.gateway_key, before["sessions"], as_json), err=True)
     return status
 
 
-async def _summary(url: str, key: str | None, before: list[dict[str, Any]]) -> str:
+async def _summary(url: str, key: str | None, before: list[dict[str, Any]], as_json: bool) -> str:
+    from dataclasses import asdict
+
     import httpx2
 
     from agentguard.agents.summary import line, ratio, spent
 
     try:
         after = await _get(url, key, "/agentguard/sessions")
-        return line(spent(before, after["sessions"]), ratio(await _get(url, key, "/guard/v1/economics")))
+        economics = await _get(url, key, "/guard/v1/economics")
+        cost = spent(before, after["sessions"])
+        return json.dumps(asdict(cost)) if as_json else line(cost, ratio(economics))
     except httpx2.HTTPError as error:  # what the agent did and how it ended counts all the same
+        if as_json:
+            return json.dumps({"error": type(error).__name__, "gateway": url})
         return f"agentguard: no accounts, the gateway at {url} does not answer ({type(error).__name__})"
 
 

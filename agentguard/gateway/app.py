@@ -5,19 +5,20 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Coroutine, Mapping
 from contextlib import aclosing
 from typing import Any, Self, TypeVar
 
 import msgspec
-import structlog
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from agentguard import logs
 from agentguard.economics.classes import SIDE_HEADER
 from agentguard.economics.report import report
 from agentguard.engines.base import Chunk, Stream
@@ -31,6 +32,7 @@ from agentguard.errors import (
     EngineRequestError,
     SessionBusyError,
     SessionLimitError,
+    loggable,
 )
 from agentguard.events import OperatorActed, OperatorAction, encode_json
 from agentguard.gateway.admission import RETRY_S, Admission, Admit, Drain
@@ -41,8 +43,9 @@ from agentguard.middleware import Guard, Reply
 from agentguard.requests import ChatRequest
 from agentguard.store import StoreError
 from agentguard.telemetry import prometheus
+from agentguard.telemetry.metrics import Metrics
 
-logger = structlog.get_logger(__name__)
+logger = logging.getLogger(__name__)
 MAX_BODY_BYTES = 16 << 20
 HEALTH_ROUTES = ("/health", "/health/live", "/health/ready")
 """Open without a key: they say how the gateway is, and nothing of whom it serves."""
@@ -64,9 +67,10 @@ _JSON = msgspec.json.Encoder()
 
 
 def create_app(
-    guard: Guard, *, api_key: str | None = None, operator_key: str | None = None, drain: Drain | None = None
-) -> Starlette:
-    """The gateway's app; ``drain`` ends it.
+    guard: Guard, *, api_key: str | None = None, operator_key: str | None = None, drain: Drain | None = None,
+    metrics: Metrics | None = None,
+) -> Starlette:  # fmt: skip
+    """The gateway's app; ``drain`` ends it, ``metrics`` is what `/metrics` shows beside the economics.
 
     With ``api_key`` every route but /health needs it as a bearer token; with ``operator_key`` the routes that
     act on other people's sessions need that one instead, which agents do not have."""
@@ -81,6 +85,7 @@ def create_app(
         side = request.headers.get(SIDE_HEADER, "") not in ("", "0", "false")
         told = Reply()
         who = identify(request.headers, body)
+        logs.bind(session=str(who))
         chunks = guard.stream(body, guesses.place(who, body), side=side, reply=told)
         try:
             if asked.stream:
@@ -173,8 +178,9 @@ def create_app(
     async def economics(_: Request) -> Response:
         return JSONResponse(report(guard.ledger))
 
-    async def metrics(_: Request) -> Response:
-        return Response(prometheus.render(guard.ledger), media_type=prometheus.CONTENT_TYPE)
+    async def exposition(_: Request) -> Response:
+        counted = metrics.render() if metrics is not None else b""
+        return Response(prometheus.render(guard.ledger) + counted, media_type=prometheus.CONTENT_TYPE)
 
     async def health(_: Request) -> Response:
         return JSONResponse({"status": "ok"})
@@ -203,7 +209,7 @@ def create_app(
             Route(OPERATOR_ROUTES[4], tails),
             Route("/guard/v1/economics", economics),
             Route("/guard/v1/watch", watch),
-            Route("/metrics", metrics),
+            Route("/metrics", exposition),
             Route(HEALTH_ROUTES[0], health),
             Route(HEALTH_ROUTES[1], health),
             Route(HEALTH_ROUTES[2], ready),
@@ -216,6 +222,7 @@ def create_app(
         app.add_middleware(RequireKey, api_key=api_key, operator_key=operator_key)
     app.add_middleware(RefusePages, keyed=api_key is not None)
     app.add_middleware(EndQuietly)
+    app.add_middleware(logs.RequestLog)
     return app
 
 
@@ -294,7 +301,7 @@ class EndQuietly:
         try:
             await self.app(scope, receive, send)
         except asyncio.CancelledError:
-            logger.info("request_cancelled", path=scope.get("path"))
+            logger.info("request_cancelled", extra={"path": scope.get("path")})
 
 
 class RequireKey:
@@ -428,11 +435,11 @@ async def _sse(first: Chunk, chunks: Stream, include_usage: bool, told: Reply, d
             yield _data(_error_body(Drain.error()))
             return
         except AgentGuardError as error:
-            logger.warning("stream_failed", error=str(error))
+            logger.warning("stream_failed", extra={"request": told.request, "error": loggable(error)})
             yield _data(_error_body(error))
             return
         except Exception as error:
-            logger.error("stream_failed", error=repr(error))
+            logger.error("stream_failed", extra={"request": told.request, "error": loggable(error)})
             yield _data(
                 {"error": {"message": "internal error of the gateway; its log says more", "type": "server_error", "code": 500}}
             )

@@ -7,6 +7,7 @@ store has it. While the store is away a reservation fails at once: whether the s
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -14,8 +15,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING
-
-import structlog
 
 from agentguard.store import StoreError, StoreRefusedError
 from agentguard.store.accounts import Ask, Grant, Key, Refusal, Settlement
@@ -25,7 +24,7 @@ from agentguard.tasks import owned_task
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-logger = structlog.get_logger(__name__)
+logger = logging.getLogger(__name__)
 PATIENCE_S = 5.0
 """How long a step waits for the store."""
 RETRY_S = 0.5
@@ -101,7 +100,9 @@ class Books:
             _, oldest = self._queue.popitem(last=False)
             oldest.done.set()
             if not self.given_up:
-                logger.error("settlements_given_up", waiting=QUEUE, remedy="the store is away for too long; see its log")
+                logger.error(
+                    "settlements_given_up", extra={"waiting": QUEUE, "remedy": "the store is away for too long; see its log"}
+                )
             self.given_up += 1
         self._wake.set()
         return posted.done
@@ -121,7 +122,7 @@ class Books:
                         while self._queue:
                             await next(iter(self._queue.values())).done.wait()
                 except TimeoutError:
-                    logger.error("settlements_lost", waiting=len(self._queue), store=self.away)
+                    logger.error("settlements_lost", extra={"waiting": len(self._queue), "store": self.away})
 
     async def _settle(self) -> None:
         while True:
@@ -174,11 +175,11 @@ class Books:
     def _failed(self, error: Exception) -> StoreError:
         reason = str(error) or f"the store did not answer within {PATIENCE_S} s"
         if not self.away:  # once, not at every step
-            logger.warning("session_store_unreachable", error=reason)
+            logger.warning("session_store_unreachable", extra={"error": reason})
         self.away, self._retry_at = reason, time.monotonic() + RETRY_S
         return StoreError(reason)
 
     def _answered(self) -> None:
         if self.away:
-            logger.info("session_store_back", waiting=len(self._queue))
+            logger.info("session_store_back", extra={"waiting": len(self._queue)})
         self.away = ""
