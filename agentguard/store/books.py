@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from agentguard.errors import loggable
 from agentguard.store import StoreError, StoreRefusedError
 from agentguard.store.accounts import Ask, Grant, Key, Refusal, Settlement
 from agentguard.store.sessions import MemorySessions, SessionStore
@@ -136,7 +137,7 @@ class Books:
                         numbers = await self.store.settle([(posted.key, posted.settlement) for posted in batch])
                 except StoreRefusedError as error:
                     if size == 1:  # the others must not wait for it for ever
-                        logger.error("settlement_refused", session=str(batch[0].key), error=str(error))
+                        logger.error("settlement_refused", extra={"session": str(batch[0].key), "error": loggable(error)})
                         self._queue.pop(batch[0].settlement.step, None)
                         self.given_up += 1
                         batch[0].done.set()
@@ -168,7 +169,8 @@ class Books:
                         if abs(jumped - passed) < SWEEP_S:
                             await self.store.sweep(self._retention_s)
                         else:  # every session would look old after a leap of the clock
-                            logger.warning("clock_jumped", seconds=round(jumped - passed), remedy="no session is swept this time")
+                            remedy = "no session is swept this time"
+                            logger.warning("clock_jumped", extra={"seconds": round(jumped - passed), "remedy": remedy})
             except (StoreError, TimeoutError) as error:
                 self._failed(error)
 
