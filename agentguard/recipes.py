@@ -5,14 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import yaml
-
 from agentguard import policy as policies
 from agentguard.cautions import cautions
 from agentguard.errors import ConfigError, nearest
 from agentguard.policy import NOT_MEASURED, Policy
-
-__all__ = ["Finding", "check", "folder", "named", "shipped"]
 
 
 def folder() -> Path:
@@ -83,8 +79,3 @@ def text_of(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError("recipe", str(path), f"cannot be read ({error})") from None
-
-
-def dump(policy: Policy) -> str:
-    """A policy as a recipe's YAML, defaults left out."""
-    return yaml.safe_dump(policy.model_dump(mode="json", exclude_defaults=True), sort_keys=False, allow_unicode=True)
