@@ -1,7 +1,7 @@
 """Days of agents in minutes: many sessions over real sockets through several gateway workers, with faults, and then the accounts.
 
     python benchmarks/soak.py --steps 40000 --faults --json FILE          scripted engines, gateway workers on Redis
-    python benchmarks/soak.py --steps 200 --upstream http://127.0.0.1:8000 --json FILE    a server that runs already
+    python benchmarks/soak.py --steps 200 --vllm --json FILE              the reference pair on a real vLLM
 
 Engines, workers, Redis and the clients are processes of their own. Each session runs 20 steps, a fifth of them two at a time; a
 step that was refused or broken off is asked again until it is served, as an agent does. A scripted engine notes every token it
@@ -39,6 +39,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,9 @@ from typing import Any
 import msgspec
 import psutil
 
-from agentguard.engines.vllm_process import free_port
+from agentguard.engines.vllm_process import VllmProcess, free_port, vllm_process
+from agentguard.policy import Policy
+from agentguard.reference import reference_model
 from agentguard.store.accounts import Key, Meters
 
 STEPS_A_SESSION = 20
@@ -352,6 +355,7 @@ class Soak:
         self.injected: Counter[str] = Counter()
         self.samples: dict[int, list[tuple[int, float, int]]] = {}
         self.asked: dict[str, Any] = {"max_tokens": options.max_tokens} if options.max_tokens else {}
+        self.vllm: VllmProcess | None = None
         self.log = (directory / "gateway.log").open("wb")
 
     # -- processes
@@ -372,11 +376,12 @@ class Soak:
         )
 
     def start_gateway(self) -> None:
-        upstream = self.options.upstream or [f"http://127.0.0.1:{port}" for port in self.engines]
+        upstream = [self.vllm.url] if self.vllm is not None else [f"http://127.0.0.1:{port}" for port in self.engines]
+        env = os.environ | ({"AGENTGUARD_UPSTREAM_KEY": self.vllm.api_key} if self.vllm is not None else {})
         command = [sys.executable, "-m", "agentguard", "serve", *(part for url in upstream for part in ("--upstream", url))]
         command += ["--port", str(self.port), "--workers", str(self.options.workers), "--store", self.store]
         command += ["--recipe", str(self.directory / "recipe.yaml")]
-        self.gateway = subprocess.Popen(command, stdout=self.log, stderr=self.log)
+        self.gateway = subprocess.Popen(command, stdout=self.log, stderr=self.log, env=env)
 
     def workers(self) -> list[psutil.Process]:
         """The gateway's workers, the oldest first."""
@@ -408,7 +413,12 @@ class Soak:
         while True:
             await asyncio.sleep(rng.uniform(0.5, 1.5) * self.options.every)
             early = self.tally.steps < self.options.steps // 5 and self.injected["gateway"] < 2
-            kinds = ["engine", "engine", "worker", "stall"] + ["redis"] * (self.redis is not None) + ["gateway"] * early
+            kinds = (
+                ["worker"]
+                + ["engine", "engine", "stall"] * bool(self.engines)
+                + ["redis"] * (self.redis is not None)
+                + ["gateway"] * early
+            )
             kind = rng.choice(kinds)
             await getattr(self, f"fault_{kind}")(rng)
             self.injected[kind] += 1
@@ -470,17 +480,26 @@ class Soak:
     async def run(self) -> dict[str, Any]:
         options = self.options
         recipe = {
-            "model": options.model, "limits": {"tokens": 1_000_000}, "max_sessions": 200,
+            "model": str(reference_model("target")) if options.vllm else "soak",
+            "limits": {"tokens": 1_000_000}, "max_sessions": 200,
             "economics": {"arms": {"cactus:0.25": 1.0}},
             "serving": {"drain_s": options.drain}, "store": {"lease_s": options.lease},
         }  # fmt: skip
         (self.directory / "recipe.yaml").write_text(json.dumps(recipe))
+        async with AsyncExitStack() as stack:
+            if options.vllm:
+                pair = Policy(model=str(reference_model("target")), draft=str(reference_model("draft")))
+                self.vllm = await stack.enter_async_context(vllm_process(pair))
+            return await self.all()
+
+    async def all(self) -> dict[str, Any]:
+        options = self.options
         started = time.monotonic()
         try:
             if options.store == "redis":
                 self.start_redis()
                 await asyncio.sleep(0.5)
-            if not options.upstream:
+            if not options.vllm:
                 for _ in range(options.engines):
                     self.start_engine(free_port())
                 await asyncio.sleep(1.5)
@@ -542,11 +561,7 @@ class Soak:
             "fds_standard_error": fds_error, "rss_mb": [longest[0][1], longest[-1][1]] if longest else None,
             "samples": len(longest), "what_was_unended": tally.unended[:10],
         }  # fmt: skip
-        if not self.options.upstream:
-            found |= await audit(self)
-        else:
-            found |= await audit_served(self)
-        return found
+        return found | (await audit_vllm(self) if self.vllm is not None else await audit(self))
 
 
 def slope(points: list[tuple[float, float]]) -> tuple[float | None, float | None]:
@@ -637,14 +652,27 @@ async def audit(soak: Soak) -> dict[str, Any]:
     }  # fmt: skip
 
 
-async def audit_served(soak: Soak) -> dict[str, Any]:
-    """Against what the clients were told, where the engine is not ours to ask; its own usage is what the guard compared with."""
+async def audit_vllm(soak: Soak) -> dict[str, Any]:
+    """Against vLLM's own counter of generated tokens, and step by step against the usage it gave each stream.
+
+    Streams that were left before their end (`hung_up`, `severed`) have tokens nobody saw, so then the counter is only a bound.
+    """
+    import httpx2
+
+    assert soak.vllm is not None
+    async with httpx2.AsyncClient(headers={"Authorization": f"Bearer {soak.vllm.api_key}"}) as client:
+        lines = (await client.get(f"{soak.vllm.url}/metrics")).text.splitlines()
+    generated = round(sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith("vllm:generation_tokens_total")))
     kept = await accounts(soak)
-    settled, estimated = sum(meters.tokens for _, meters, _ in kept), sum(s.get("estimated", False) for _, _, x in kept for s in x)
-    differ = settled != soak.tally.tokens
+    settled, lost = sum(meters.tokens for _, meters, _ in kept), sum(meters.lost for _, meters, _ in kept)
+    steps = [step for _, _, one in kept for step in one]
+    differs = sum(step.get("estimated", False) for step in steps)
+    whole = not soak.tally.hung_up + soak.tally.severed
+    wrong = settled != generated if whole else not settled <= generated
     return {
-        "account_errors": int(differ) + estimated, "tokens_settled": settled, "tokens_told": soak.tally.tokens,
-        "steps_recorded": sum(len(steps) for _, _, steps in kept), "steps_whose_count_differs_from_the_engine's": estimated,
+        "account_errors": int(wrong) + differs, "tokens_settled": settled, "tokens_engines": generated, "tokens_lost": lost,
+        "tokens_told": soak.tally.tokens, "steps_recorded": len(steps), "closed": sum(bool(step.get("closed")) for step in steps),
+        "steps_differ_from_their_usage": differs,
     }  # fmt: skip
 
 
@@ -662,8 +690,7 @@ def main() -> None:
     parser.add_argument("--drain", type=float, default=5.0)
     parser.add_argument("--sample", type=float, default=2.0, help="Seconds between two looks at memory.")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--upstream", action="append", help="A server that runs already, instead of the scripted ones.")
-    parser.add_argument("--model", default="soak")
+    parser.add_argument("--vllm", action="store_true", help="The reference pair on a real vLLM, instead of scripted engines.")
     parser.add_argument("--max-tokens", type=int)
     parser.add_argument("--keep", action="store_true", help="Keep the run's folder.")
     parser.add_argument("--engine", type=int, help=argparse.SUPPRESS)

@@ -23,7 +23,8 @@ from agentguard.store.sessions import SESSIONS_PER_CALLER
 T = TypeVar("T")
 PREFIX = "agentguard:"
 VERSION = 1
-RETENTION_S = 90 * 86_400
+RETENTION_S = 400 * 86_400
+"""For what no gateway sweeps any more; a recipe's own retention is at most a year."""
 TIMEOUT_S = 5.0
 _PASSES = ("MISCONF", "OOM", "BUSY", "CLUSTERDOWN", "MASTERDOWN", "TRYAGAIN", "LOADING")
 """Errors of a server's state, which another try may not meet."""
