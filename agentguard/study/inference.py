@@ -129,8 +129,8 @@ def mcnemar(gained: int, lost: int) -> float:
     n, k = gained + lost, min(gained, lost)
     if n == 0:
         return 1.0
-    tail = sum(math.comb(n, i) for i in range(k + 1)) / 2**n
-    return min(1.0, 2 * tail)
+    tail = sum(math.comb(n, i) for i in range(k + 1))
+    return min(1.0, 2 * tail / (1 << n))
 
 
 def holm(ps: Mapping[K, float]) -> dict[K, float]:
