@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import Counter
 
 import pytest
 
@@ -96,14 +97,14 @@ def test_a_difference_of_means_by_hand() -> None:
     [([[3, 1, 2]], 2), ([[1, 2], [3, 10]], 2.5), ([[5], [5], [7]], 5), ([[1], [], [9]], 5), ([[4]], 4)],
 )
 def test_medians_by_hand(values: list[list[float]], wanted: float) -> None:
-    found = median(values)
+    found = median([Counter(session) for session in values])
     assert found is not None
     assert found.value == wanted
     assert found.low <= wanted <= found.high
 
 
 def test_a_median_of_nothing_is_none() -> None:
-    assert median([[], []]) is None
+    assert median([{}, {}]) is None
 
 
 def test_a_weighted_median_is_that_of_the_values_written_out() -> None:
@@ -114,7 +115,8 @@ def test_a_weighted_median_is_that_of_the_values_written_out() -> None:
         written = [v for v, w in zip(values, weights, strict=True) for _ in range(w)]
         middle = len(written) // 2
         wanted = None if not written else (written[middle] if len(written) % 2 else (written[middle - 1] + written[middle]) / 2)
-        assert inference._weighted_median(values, weights) == wanted
+        ordered = [(v, [(i, 1) for i, w in enumerate(values) if w == v]) for v in sorted(set(values))]
+        assert inference._weighted_median(ordered, weights, sum(weights)) == wanted
 
 
 def test_the_medians_interval_covers_the_true_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +124,7 @@ def test_the_medians_interval_covers_the_true_one(monkeypatch: pytest.MonkeyPatc
     rng = random.Random(5)
     covered = 0
     for i in range(200):
-        found = median([[rng.gauss(10, 3)] for _ in range(80)], seed=i % 5)
+        found = median([{rng.gauss(10, 3): 1} for _ in range(80)], seed=i % 5)
         assert found is not None
         covered += found.low <= 10 <= found.high
     assert covered >= 178  # 95 % of 200, less four standard deviations
@@ -130,7 +132,7 @@ def test_the_medians_interval_covers_the_true_one(monkeypatch: pytest.MonkeyPatc
 
 def test_sessions_are_resampled_whole() -> None:
     """All variance is between sessions: 40 values in two sessions say no more than two values."""
-    found = median([[0.0] * 20, [1.0] * 20])
+    found = median([{0.0: 20}, {1.0: 20}])
     assert found is not None
     assert (found.low, found.high) == (0.0, 1.0)
 

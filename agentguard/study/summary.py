@@ -380,7 +380,7 @@ def _arm(sessions: Sessions, strict: Sessions, cells: Mapping[tuple[str, str], S
             bootstrap(
                 ([r.stats.strict_p for r in records], [r.stats.strict_n for r in records]), lambda s: s[0] / s[1] if s[1] else None
             ),
-            median([[rank for rank, n in r.stats.strict_rank.items() for _ in range(n)] for r in records]),
+            median([r.stats.strict_rank for r in records]),
         ),
         relaxed_tokens=Tokens(
             sum(map(len, relaxed)),
@@ -388,7 +388,7 @@ def _arm(sessions: Sessions, strict: Sessions, cells: Mapping[tuple[str, str], S
                 ([math.fsum(t.p for t in tokens) for tokens in relaxed], [len(tokens) for tokens in relaxed]),
                 lambda s: s[0] / s[1] if s[1] else None,
             ),
-            median([[t.rank for t in tokens] for tokens in relaxed]),
+            median([Counter(t.rank for t in tokens) for tokens in relaxed]),
         ),
         relaxed_places=quantiles([t.place for tokens in relaxed for t in tokens], QUANTILES),
         hesitations=_summed(r.stats.relaxed_words for r in records),
@@ -499,8 +499,8 @@ def extra(mine: Sessions, theirs: Sessions) -> Extra | None:
         after_share=bootstrap((before, after), lambda s: s[1] / (s[0] + s[1]) if s[0] + s[1] > 0 else None) if longer else None,
         proved=len(proved),
         proved_strict=len(proved_strict),
-        place=median([[p] for p in proved]),
-        place_strict=median([[p] for p in proved_strict]),
+        place=median([{p: 1} for p in proved]),
+        place_strict=median([{p: 1} for p in proved_strict]),
     )
 
 

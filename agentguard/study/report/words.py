@@ -21,9 +21,9 @@ def verdict(document: Mapping[str, Any]) -> list[str]:
     missing = [a for a in arms if a["telemetry"] is not None and a["telemetry"] < 0.99]
     if missing:
         said.append(
-            f"Telemetry of {len(missing)} arms lost more than 1 % of their rounds, so what is said of tokens there is of a part: "
-            + ", ".join(f"`{a['rule']}` {a['telemetry']:.0%}" for a in missing)
-            + "."
+            "Telemetry lost more than 1 % of the rounds of "
+            + ", ".join(f"`{a['rule']}` ({1 - a['telemetry']:.1%})" for a in missing)
+            + "; what is said of single tokens there is of the rest."
         )
     return said
 
