@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import mul
-from typing import TypeVar
+from typing import Any, TypeVar
 
 RESAMPLES = 2000
 MEDIAN_RESAMPLES = 400
@@ -70,7 +70,7 @@ def bootstrap(columns: Sequence[Column], statistic: Statistic, *, null: float | 
     return _estimate(value, draws, RESAMPLES, n, null)
 
 
-def median(values: Sequence[Mapping[float, int]], *, seed: int = 0) -> Estimate | None:
+def median(values: Sequence[Mapping[Any, int]], *, seed: int = 0) -> Estimate | None:
     """The median of all values pooled; ``values``: for each session how often it has each, sessions are resampled whole.
 
     None without a value. Values are walked from the lowest one up, and of ranks most are 1: the cost is that of a few columns.
