@@ -51,6 +51,21 @@ def _patch_once(fn: Any) -> Any:
 
 
 interpreter._patch_lang = _patch_once
+
+
+def _with_masks_of_bool(access: Any, at: int) -> Any:
+    """The interpreter keeps the conjunction of a vector's mask and a scalar as integers, and then refuses it as a mask. at: which
+    argument the mask is."""
+
+    def masked(builder: Any, *args: Any) -> Any:
+        mask = args[at]
+        return access(builder, *args[:at], interpreter.TensorHandle(mask.data.astype(np.bool_), tl.int1), *args[at + 1 :])
+
+    return masked
+
+
+for _name, _at in (("create_masked_load", 1), ("create_masked_store", 2)):
+    setattr(interpreter.InterpreterBuilder, _name, _with_masks_of_bool(getattr(interpreter.InterpreterBuilder, _name), _at))
 object.__setattr__(interpreter.interpreter_builder.options, "sanitize_overflow", False)
 
 # the CPU platform says it has memory a device can see; torch's CPU build has no pinned memory

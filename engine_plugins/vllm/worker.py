@@ -64,7 +64,8 @@ class Worker(Base):  # type: ignore[misc]  # vLLM is untyped to us
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         if self.ag_tts is not None:
-            self.ag_tts.before_step(scheduler_output, set(self.model_runner.requests))
+            known = self.ag_slots.known if self.ag_slots is not None else self.model_runner.requests
+            self.ag_tts.before_step(scheduler_output, set(known))
         if self.ag_slots is not None:
             self.ag_slots.forget(scheduler_output.finished_req_ids)
         return super().execute_model(scheduler_output, *args, **kwargs)
@@ -145,7 +146,7 @@ def features(worker: Any, settings: dict[str, Any], runner: str) -> list[compat.
         compat.Feature("rules and support filter", not rules, rules, asked=fatal),
         compat.Feature("think budgets", not budgets, budgets),
         _feature("verification telemetry", settings.get("telemetry"), _telemetry_reason(worker, runner)),
-        _feature("tts", settings.get("tts"), _tts_reason(config, runner)),
+        _feature("tts", settings.get("tts"), _tts_reason(worker, runner)),
     ]
 
 
@@ -190,14 +191,17 @@ def _telemetry_reason(worker: Any, runner: str) -> str:
     return ""
 
 
-def _tts_reason(config: Any, runner: str) -> str:
+def _tts_reason(worker: Any, runner: str) -> str:
+    config, parallel = worker.vllm_config, getattr(worker.vllm_config, "parallel_config", None)
     if config.speculative_config is None:
         return "there is no draft to train; start the engine with --speculative-config"
-    if runner == "V2":
-        return (
-            "runner V2 keeps a request's tokens on the device, and the trainer's frames need them on the host; start the "
-            "engine with VLLM_USE_V2_MODEL_RUNNER=0, or without tts"
-        )
+    for field in ("pipeline_parallel_size", "data_parallel_size"):
+        if (size := getattr(parallel, field, 1)) > 1:
+            return f"{field}={size}: one draft is trained, on the ranks of one stage of one engine; start without tts"
+    if runner == "V2" and getattr(worker.model_runner, "batch_sharder", None) is not None:
+        return "batch-sharded sampling spreads the rows over the ranks, and one of them teaches; turn it off"
+    if runner == "V2" and getattr(config.speculative_config, "enable_adaptive_verification", False):
+        return "adaptive verification leaves the number of a request's rows on the device, and frames need it; turn it off"
     return ""
 
 
@@ -241,6 +245,7 @@ def _install_v2(worker: Any, settings: dict[str, Any], default: RuleSpec) -> Bud
     from vllm.v1.worker.gpu.spec_decode import rejection_sampler as verification
 
     from engine_plugins.vllm import budget_v2, seam_v2
+    from engine_plugins.vllm.lessons import Lessons
     from engine_plugins.vllm.request_slots import RequestSlots
 
     config, runner = worker.vllm_config, worker.model_runner
@@ -256,9 +261,13 @@ def _install_v2(worker: Any, settings: dict[str, Any], default: RuleSpec) -> Bud
     budgets = budget_v2.install(runner.sampler, slots)
     if config.speculative_config is None or runner.rejection_sampler is None:
         return budgets
-    tap, _ = _tap(worker, settings)
+    tap, engine = _tap(worker, settings)
+    lessons = None
+    if settings.get("tts") is not None:
+        worker.ag_tts = _serving(worker, settings, engine, tap)
+        lessons = Lessons(worker.ag_tts, slots, runner.req_states)
     worker.ag_seam = seam_v2.install(
-        runner, verification, slots, tap=tap, choice=choice, tuned=tuned, processed_modes=PROCESSED_LOGPROBS_MODES
+        runner, verification, slots, tap=tap, choice=choice, tuned=tuned, processed_modes=PROCESSED_LOGPROBS_MODES, lessons=lessons
     )
     worker.ag_seam.warm_up(runner.vocab_size, runner.speculator.draft_logits)
     logger.info("agentguard: verification seam installed on runner V2, default rule %s, %s", default, choice.reason)
@@ -308,7 +317,11 @@ def _serving(worker: Any, settings: dict[str, Any], engine: str, tap: Tap | None
     fixed = states.fixed(worker.model_runner) if head else ()
     serving = Serving(worker, tts, capture, tap.emit if tap is not None else lambda event: None, engine, fixed)
     if head and capture is not None:
-        states.install(worker.model_runner, serving)
+        slots = worker.ag_slots
+        if slots is not None:
+            states.install_v2(worker.model_runner, serving, lambda slot: slots.admitted[slot])
+        else:
+            states.install_v1(worker.model_runner, serving)
     return serving
 
 
@@ -317,6 +330,11 @@ def _trainable(config: Any) -> None:
     for odd, field, value in (
         (config.speculative_config.parallel_drafting, "speculative_config.parallel_drafting", True),
         (config.model_config.uses_mrope, "model", "M-RoPE"),
+        (
+            getattr(config.parallel_config, "prefill_context_parallel_size", 1) > 1,
+            "prefill_context_parallel_size",
+            getattr(config.parallel_config, "prefill_context_parallel_size", 1),
+        ),
         (
             config.parallel_config.pipeline_parallel_size > 1,
             "pipeline_parallel_size",

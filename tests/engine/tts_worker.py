@@ -21,6 +21,38 @@ class Worker(Base):
         super().load_model(*args, **kwargs)
         self.witness_clear()
         self.mutant: Twin | None = None
+        (self._watch_v1 if self.ag_slots is None else self._watch_v2)()
+
+    def _watch_v2(self) -> None:
+        from vllm.v1.worker.gpu.spec_decode import rejection_sampler as module
+
+        ours = module.rejection_sample
+
+        def witnessed(*args: Any, **kwargs: Any) -> Any:
+            names = ours._signature.bind_partial(*args, **kwargs).arguments
+            p, ends = names["target_logits"].float().softmax(-1), names["cu_num_logits"].tolist()
+            draft, slots = names["draft_logits"], names["idx_mapping"].long()
+            self.broken += int((~torch.isfinite(draft[slots].amax(-1))).sum())
+            if self.mutant is not None:
+                names["draft_logits"] = self.mutant(draft)
+            out = ours(**names)
+            for n, (tokens, number) in enumerate(zip(out[0].tolist(), out[1].tolist(), strict=True)):
+                drafted = ends[n + 1] - ends[n] - 1
+                self._note(p[ends[n] : ends[n + 1]], tokens[: min(number, drafted)])
+            return out
+
+        module.rejection_sample = witnessed
+        self.seam = ours
+
+    def _note(self, p: torch.Tensor, tokens: list[int]) -> None:
+        """tokens: those of rows with a draft; p: [rows, V]."""
+        for j, token in enumerate(tokens):
+            self.excess -= p[j]
+            self.excess[token] += 1
+            self.variance += p[j] * (1 - p[j])
+            self.tokens += 1
+
+    def _watch_v1(self) -> None:
         ours = rejection_sampler.rejection_sample
 
         def witnessed(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -34,11 +66,7 @@ class Worker(Base):
             out = ours(**names)
             at = 0
             for request, count in zip(out.tolist(), counts, strict=True):
-                for j, token in enumerate(t for t in request[:count] if t >= 0):
-                    self.excess -= p[at + j]
-                    self.excess[token] += 1
-                    self.variance += p[at + j] * (1 - p[at + j])
-                    self.tokens += 1
+                self._note(p[at:], [t for t in request[:count] if t >= 0])
                 at += count
             return out
 
