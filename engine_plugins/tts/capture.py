@@ -40,7 +40,9 @@ class Seen:
 
     index: int
     request: str
-    state: Any  # the runner's record, another one where an id is used again: sampling_params; on V1 prompt_token_ids, output_token_ids
+    state: (
+        Any  # the runner's record, another one where an id is used again: sampling_params; on V1 prompt_token_ids, output_token_ids
+    )
     start: int
     stop: int
 

@@ -60,7 +60,8 @@ class Lessons:
             return
         slots, ends = input_batch.idx_mapping_np.tolist(), input_batch.cu_num_logits_np.tolist()
         batch = [
-            Seen(n, request, self._slots.admitted[slots[n]], ends[n], ends[n + 1] - 1) for n, request in enumerate(input_batch.req_ids)
+            Seen(n, request, self._slots.admitted[slots[n]], ends[n], ends[n + 1] - 1)
+            for n, request in enumerate(input_batch.req_ids)
         ]
         seen = self._serving.chosen(batch)
         self._step = _Step(seen, [slots[one.index] for one in seen], ends)

@@ -213,7 +213,7 @@ def _last_stage(worker: Any) -> bool:
     parallel = getattr(worker.vllm_config, "parallel_config", None)
     if getattr(parallel, "pipeline_parallel_size", 1) == 1:
         return True
-    from vllm.distributed import get_pp_group
+    from vllm.distributed.parallel_state import get_pp_group
 
     return bool(get_pp_group().is_last_rank)
 
@@ -283,7 +283,7 @@ def _group(config: Any) -> Any:
     """The CPU group of the ranks that verify the same rows, None for one rank."""
     if config.parallel_config.tensor_parallel_size == 1:
         return None
-    from vllm.distributed import get_tp_group
+    from vllm.distributed.parallel_state import get_tp_group
 
     return get_tp_group().cpu_group
 

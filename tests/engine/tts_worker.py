@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from vllm.v1.sample import rejection_sampler
 
-from engine_plugins.tts.twin import Twin
 from engine_plugins.vllm.worker import Worker as Base
 
 
@@ -20,7 +19,7 @@ class Worker(Base):
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
         self.witness_clear()
-        self.mutant: Twin | None = None
+        self.mutant: Any = None
         (self._watch_v1 if self.ag_slots is None else self._watch_v2)()
 
     def _watch_v2(self) -> None:
@@ -90,6 +89,11 @@ class Worker(Base):
         """Frames without a trainer: to see what a paused draft drafts with."""
         self._tts()._live = True
 
+    def draft_addresses(self) -> dict[str, int]:
+        """Where the draft's tensors lie, as captured graphs know them."""
+        model = self.model_runner.get_draft_model()
+        return {name: tensor.data_ptr() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+
     def target_sum(self) -> float:
         """Changes when a weight of the target does, packed ones left out."""
         return float(sum(p.detach().double().sum() for p in self.model_runner.get_model().parameters()))
@@ -97,8 +101,9 @@ class Worker(Base):
     def epoch(self) -> int:
         return self._tts().epoch
 
-    def set_mutant(self, twin: Twin | None) -> None:
-        """Verify with this model's q instead of the one each token was drafted from: the fault the stored q protects from."""
+    def set_mutant(self, twin: Any) -> None:
+        """Verify with this model's q instead of the one each token was drafted from: the fault the stored q protects from. On V2 a
+        function of the stored logits."""
         self.mutant = twin
 
     def _laws_of_the_mutant(self, drafted: list[int], counts: list[int]) -> torch.Tensor:
