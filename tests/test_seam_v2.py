@@ -135,6 +135,15 @@ def test_without_draft_logits_a_rule_falls_back_to_strict(happened: dict[str, An
     assert happened["without_draft_logits"] == [1] * 4
 
 
+def test_what_a_step_launches_was_compiled_before_a_request_waits(happened: dict[str, Any]) -> None:
+    """Logits of the target in float32, bfloat16 and float16, with and without the draft's, with a listener and without."""
+    found = happened["warmed_up"]
+    assert len(found) == 6
+    for kind, steps in found.items():
+        assert steps["launched"] >= (7 if "with draft" in kind else 3), kind
+        assert steps["bare"] == [], kind
+
+
 @pytest.mark.parametrize("whose", ["stock", "ours"])
 @pytest.mark.parametrize("drafts", ["alone", "drafts"])
 def test_a_block_budget_is_kept_with_and_without_drafts(whose: str, drafts: str, happened: dict[str, Any]) -> None:
@@ -161,3 +170,20 @@ def test_a_request_without_a_budget_is_closed_and_stays_so_after_preemption(happ
 def test_the_trace_is_counted_on_the_device_as_on_the_host(happened: dict[str, Any]) -> None:
     assert happened["phases"]
     assert all(happened["phases"])
+
+
+def test_no_step_waits_for_the_device(happened: dict[str, Any]) -> None:
+    """Rules, filter, phase, budget, telemetry and TTS on ragged, mixed batches, on a device where waiting is an error."""
+    found = happened["no_waiting"]
+    assert found["failed"] == ""
+    assert found["frames"] == [[f"r{i}" for i in range(7)], ["r2"], ["r6", "r0"]], "the steps did their work"
+    assert found["lessons"] == found["frames"]
+
+
+@pytest.mark.parametrize(
+    "fault",
+    ["reads", "looks_for_rows", "sends_at_once", "from_pageable_memory", "asks_how_long", "a rule in torch", "the twins"],
+)
+def test_a_step_that_waits_is_noticed(fault: str, happened: dict[str, Any]) -> None:
+    """docs/cuda.md names the last two: rules without a kernel, and AG_KERNELS=0."""
+    assert "device" in happened["no_waiting"]["caught"][fault] or "mask" in happened["no_waiting"]["caught"][fault]

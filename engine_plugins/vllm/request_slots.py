@@ -103,6 +103,18 @@ class RequestSlots:
             self.limits.copy_(self.staged(self._limits), non_blocking=True)
             self._dirty = False
 
+    def warm_up(self, steps: int) -> None:
+        """Compile the kernels of the phase for requests of ``steps`` drafts; nothing that a request has is written to."""
+        slot = torch.zeros(1, dtype=torch.int64, device=self.device)
+        ends = torch.tensor([0, steps + 1], dtype=torch.int32, device=self.device)
+        held = self.trace, self.close_at
+        self.trace, self.close_at = self.trace.clone(), self.close_at.clone()
+        try:
+            self.advance(slot)
+            self.ahead(slot, ends, torch.zeros(steps + 1, dtype=torch.int32, device=self.device))
+        finally:
+            self.trace, self.close_at = held
+
     def advance(self, slots: Tensor) -> None:
         """Read what these slots' requests have committed since the last call; sets `close_at`."""
         assert self.on_device is not None

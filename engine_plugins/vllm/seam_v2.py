@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -59,11 +59,18 @@ class SeamV2:
         self._listened = False
         self._steps = 0
 
-    def warm_up(self, vocab: int, draft: Tensor | None) -> None:
-        """Compile the kernels before a request waits for them. draft: the speculator's logits, None where it keeps none."""
-        if self._kernels is not None and draft is not None:
-            end = self._slots.markers.end[0] if self._slots.markers is not None else -1
-            self._kernels.warm_up(vocab, draft, tuned=self.tuned, end=end)
+    def warm_up(self, vocab: int, draft: Tensor | None, steps: int, dtypes: Iterable[torch.dtype]) -> None:
+        """Compile the kernels before a request waits for them. draft: the speculator's logits, None where it keeps none; steps: K;
+        dtypes: of the target's logits, where no request has vLLM copy them to float32."""
+        slots = self._slots
+        if self._kernels is not None:
+            end = slots.markers.end[0] if slots.markers is not None else -1
+            self._kernels.warm_up(vocab, draft, steps, slots.device, dtypes, tuned=self.tuned, end=end)
+        if self._tap is not None:
+            at = torch.zeros(steps + 1, dtype=torch.int64, device=slots.device)
+            coins.note(torch.zeros(len(at), batch.STATS, device=at.device), at, at, at, torch.ones(1, device=at.device))
+        if slots.markers is not None:
+            slots.warm_up(steps)
 
     def begin(self, input_batch: Any) -> None:
         """The runner is about to verify this batch."""

@@ -128,6 +128,7 @@ NAMES = (
             "batch_sharder",
             "is_last_pp_rank",
             "vocab_size",
+            "num_speculative_steps",
             "get_model",
             "get_draft_model",
         ),
@@ -272,7 +273,7 @@ NAMES = (
             "enable_adaptive_verification",
         ),
     ),
-    Name(BOTH, "vllm.config.model", "ModelConfig", attributes=("uses_mrope", "dtype", "model")),
+    Name(BOTH, "vllm.config.model", "ModelConfig", attributes=("uses_mrope", "dtype", "head_dtype", "model")),
     Name(BOTH, "vllm.config.scheduler", "SchedulerConfig", attributes=("async_scheduling",)),
     Name(
         BOTH,

@@ -260,6 +260,8 @@ def _install_v2(worker: Any, settings: dict[str, Any], default: RuleSpec) -> Bud
         processor.slots = slots
     budgets = budget_v2.install(runner.sampler, slots)
     if config.speculative_config is None or runner.rejection_sampler is None:
+        if budgets is not None:
+            slots.warm_up(0)
         return budgets
     tap, engine = _tap(worker, settings)
     lessons = None
@@ -269,7 +271,10 @@ def _install_v2(worker: Any, settings: dict[str, Any], default: RuleSpec) -> Bud
     worker.ag_seam = seam_v2.install(
         runner, verification, slots, tap=tap, choice=choice, tuned=tuned, processed_modes=PROCESSED_LOGPROBS_MODES, lessons=lessons
     )
-    worker.ag_seam.warm_up(runner.vocab_size, runner.speculator.draft_logits)
+    model = config.model_config
+    worker.ag_seam.warm_up(
+        runner.vocab_size, runner.speculator.draft_logits, runner.num_speculative_steps, (model.dtype, model.head_dtype)
+    )
     logger.info("agentguard: verification seam installed on runner V2, default rule %s, %s", default, choice.reason)
     return budgets
 
