@@ -1,10 +1,10 @@
-"""A device that is not there: tensors that claim to be on "cuda" and lie in the CPU's memory, and an error for whatever would have the
-host wait for a real one.
+"""A device that is not there: tensors that claim to be on "cuda" and lie in the CPU's memory, and an error for whatever would have
+the host wait for a real one.
 
-Inside `on_a_device()` everything that is asked for on "cuda" is an `OnDevice`. Raised is `HostWaits` for a value that is read on the
-host (item, tolist, bool, …), for a result whose size only the device knows (nonzero, a mask as an index), for a copy from pageable
-memory or back into it, and an error for operands on both sides, as torch raises it. What Triton's interpreter does with its
-arguments is a launch, and not looked at.
+Inside `on_a_device()` everything that is asked for on "cuda" is an `OnDevice`. Raised is `HostWaits` for a value that is read on
+the host (item, tolist, bool, …), for a result whose size only the device knows (nonzero, a mask as an index), for a copy from
+pageable memory or back into it, and an error for operands on both sides, as torch raises it. What Triton's interpreter does
+with its arguments is a launch, and not looked at.
 """
 
 from __future__ import annotations
@@ -52,8 +52,7 @@ def _there(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.as_subclass(OnDevice)
     if isinstance(value, tuple | list):
-        made = [_there(v) for v in value]
-        return type(value)(made) if type(value) in (tuple, list) else type(value)(made)
+        return type(value)([_there(v) for v in value])
     return value
 
 
@@ -86,9 +85,7 @@ class _Device(TorchFunctionMode):
             found = args[0].clone()
             found.pinned = True
             return found
-        wants = any(
-            (isinstance(v, torch.device) and v.type == "cuda") or (isinstance(v, str) and v.startswith("cuda")) for v in values
-        )
+        wants = any(isinstance(v, torch.device | str) and str(v).startswith("cuda") for v in values)
         if here and name in READS:
             raise HostWaits(f"{name} of a tensor on the device")
         if name == "repeat_interleave" and here and "output_size" not in kwargs:

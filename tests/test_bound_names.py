@@ -1,5 +1,5 @@
-"""Every name of vLLM this code binds is probed (`signatures.NAMES`): the list of what is bound is read from the source, so neither a
-new import nor a new attribute can be forgotten.
+"""Every name of vLLM this code binds is probed (`signatures.NAMES`): the list of what is bound is read from the source, so neither
+a new import nor a new attribute can be forgotten.
 
 Imports speak for themselves. An attribute belongs to somebody whom the code has from vLLM, untyped; whose it is stands in `WHOSE`,
 and a parameter annotated Any that is not there fails the test.
@@ -31,7 +31,8 @@ STEP = "vllm.v1.core.sched.output:SchedulerOutput"
 REASONING = "vllm.config.reasoning:ReasoningConfig"
 WHOSE: dict[str, dict[str, str | tuple[str, ...]]] = {
     "vllm/seam_v1.py": {
-        "self._runner": RUNNER_V1, "self._runner.input_batch": BATCH_V1, "self._runner.requests[req_id]": RECORD_V1, "state": RECORD_V1,
+        "self._runner": RUNNER_V1, "self._runner.input_batch": BATCH_V1, "self._runner.requests[req_id]": RECORD_V1,
+        "state": RECORD_V1,
         "state.sampling_params": PARAMS, "metadata": "vllm.v1.sample.metadata:SamplingMetadata",
         "sampler_module": "module:vllm.v1.sample.rejection_sampler",
     },
@@ -40,11 +41,13 @@ WHOSE: dict[str, dict[str, str | tuple[str, ...]]] = {
         "module": f"module:{GPU}.spec_decode.rejection_sampler", "inner": OURS, "self.stock": OURS, "stock": OURS,
     },
     "vllm/lessons.py": {
-        "input_batch": BATCH_V2, "self._states": STATES, "states": STATES, "states.all_token_ids": BUFFERS, "states.total_len": BUFFERS,
+        "input_batch": BATCH_V2, "self._states": STATES, "states": STATES, "states.all_token_ids": BUFFERS,
+        "states.total_len": BUFFERS,
         "self._states.prompt_len": BUFFERS,
     },
     "vllm/request_slots.py": {
-        "req_states": STATES, "self._states": STATES, "states": STATES, "states.all_token_ids": BUFFERS, "states.prompt_len": BUFFERS,
+        "req_states": STATES, "self._states": STATES, "states": STATES, "states.all_token_ids": BUFFERS,
+        "states.prompt_len": BUFFERS,
         "states.total_len": BUFFERS, "self._states.total_len": BUFFERS, "sampling_params": PARAMS,
     },
     "vllm/budget.py": {
@@ -67,7 +70,8 @@ WHOSE: dict[str, dict[str, str | tuple[str, ...]]] = {
     "vllm/worker.py": {
         "worker": WORKER, "self.model_runner": RUNNER_V1, "model_runner": (RUNNER_V1, RUNNER_V2), "worker.model_runner": RUNNER_V2,
         "runner": RUNNER_V2, "runner.sampler": SAMPLER, "runner.speculator": f"{GPU}.spec_decode.speculator:DraftModelSpeculator",
-        "worker.vllm_config": CONFIG, "config": CONFIG, "self.vllm_config": CONFIG, "speculative": SPECULATIVE, "parallel": PARALLEL,
+        "worker.vllm_config": CONFIG, "config": CONFIG, "self.vllm_config": CONFIG, "speculative": SPECULATIVE,
+        "parallel": PARALLEL,
         "config.speculative_config": SPECULATIVE, "config.parallel_config": PARALLEL, "reasoning": REASONING,
         "config.reasoning_config": REASONING, "config.scheduler_config": "vllm.config.scheduler:SchedulerConfig",
         "config.model_config": "vllm.config.model:ModelConfig", "scheduler_output": STEP,
@@ -122,9 +126,8 @@ def accesses(tree: ast.AST) -> Iterator[tuple[str, str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
             yield ast.unparse(node.value), node.attr
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr"):
-            if len(node.args) > 1 and isinstance(node.args[1], ast.Constant):
-                yield ast.unparse(node.args[0]), str(node.args[1].value)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
+            yield from ((ast.unparse(node.args[0]), str(one.value)) for one in node.args[1:2] if isinstance(one, ast.Constant))
 
 
 def ours(attribute: str) -> bool:
@@ -195,9 +198,8 @@ def test_each_argument_the_seams_take_by_name_is_probed() -> None:
         }
         taken = set()
         for node in ast.walk(ast.parse((ROOT / "vllm" / file).read_text())):
-            if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name) and node.value.id in names:
-                if isinstance(node.slice, ast.Constant):
-                    taken.add(node.slice.value)
+            if isinstance(node, ast.Subscript) and ast.unparse(node.value) in names and isinstance(node.slice, ast.Constant):
+                taken.add(node.slice.value)
         assert taken, file
         assert taken <= probed, f"{file}: {taken - probed}"
 

@@ -104,7 +104,8 @@ class Engine:
         choice = kernels.choose("cpu")
         rejection_sampler.rejection_sample = stock
         self.seam = seam_v2.install(
-            self.runner, rejection_sampler, self.slots, tap=tap, choice=choice, tuned=False, processed_modes=("processed_logprobs",),
+            self.runner, rejection_sampler, self.slots, tap=tap, choice=choice, tuned=False,
+            processed_modes=("processed_logprobs",),
             lessons=None if serving is None else lessons.Lessons(serving, self.slots, self.states),
         )  # fmt: skip
 
@@ -192,7 +193,8 @@ class Engine:
         temperature: torch.Tensor | None = None, draft: bool = True, narrow: bool = False,
         there: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """One step. narrow: with the index types of the runner; there: puts what the runner has on its device there. logits: [rows, V]; drafted: of each request in ``order`` (slots); returns V2's tokens and how many count."""
+        """One step. logits: [rows, V]; drafted: of each request in ``order`` (slots); narrow: with the index types of the runner;
+        there: puts what the runner has on its device there. Returns V2's tokens and how many count."""
         counts = [len(d) + 1 for d in drafted]
         ends = torch.tensor(np.cumsum([0, *counts]), dtype=torch.int32)
         idx = torch.tensor(order, dtype=torch.int64 if narrow else torch.int32)
@@ -203,7 +205,8 @@ class Engine:
             req_ids=[self.states.index_to_req_id[s] for s in order], idx_mapping=idx, idx_mapping_np=np.array(order),
             cu_num_logits=ends, cu_num_logits_np=ends.numpy(), expanded_idx_mapping=idx.repeat_interleave(torch.tensor(counts)),
             expanded_local_pos=torch.cat([torch.arange(c, dtype=torch.int32) for c in counts]),
-            drafted=torch.tensor([t for d in drafted for t in (0, *d)], dtype=torch.int32 if narrow else torch.int64), pos=torch.arange(rows) + 7,
+            drafted=torch.tensor([t for d in drafted for t in (0, *d)], dtype=torch.int32 if narrow else torch.int64),
+            pos=torch.arange(rows) + 7,
             temperature=torch.ones(self.states.max_num_reqs) if temperature is None else temperature,
             seed=torch.randint(1 << 40, (self.states.max_num_reqs,), generator=generator),
         )  # fmt: skip

@@ -300,8 +300,8 @@ def without_draft_logits() -> list[int]:
 
 
 def warmed_up() -> dict[str, Any]:
-    """What our kernels are launched with in steps of every kind (argument types and compile-time constants decide what is compiled),
-    against what warming up has launched. bare: steps that were compiled for while a request waited."""
+    """What our kernels are launched with in steps of every kind (argument types and compile-time constants decide what is
+    compiled), against what warming up has launched. bare: what was compiled while a request waited."""
     launched: set[tuple[Any, ...]] = set()
     run = v2.interpreter.InterpretedFunction.run
 

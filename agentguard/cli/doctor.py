@@ -9,7 +9,11 @@ import click
 
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON list of checks.")
-@click.option("--generate", is_flag=True, help="Also load the reference target and generate one token (about 20 s).")
+@click.option(
+    "--generate",
+    is_flag=True,
+    help="Also start the reference pair, and say which runner the engine took and what works on it (about 20 s).",
+)
 def doctor(as_json: bool, generate: bool) -> None:
     """Say what works on this machine, and why not what doesn't. Exit status 1 when something is off."""
     from agentguard.doctor import examine

@@ -90,8 +90,9 @@ def warm_up(
 ) -> None:
     """Compile what a step launches, and find the block size where ``tuned``, before a request waits for it.
 
-    draft: the draft's logits the engine will hand over, [slots, K, Vd], None where it keeps none; nothing is written to it. dtypes: in
-    which the engine may hand over the target's logits; rows are only rewritten in float32. Index types are those of Model Runner V2.
+    draft: the draft's logits the engine will hand over, [slots, K, Vd], None where it keeps none; nothing is written to it. dtypes:
+    in which the engine may hand over the target's logits; rows are rewritten in float32 only. Index types are those of Model
+    Runner V2.
     """
     slot = torch.zeros(steps + 1, dtype=torch.int64, device=device)
     token = torch.zeros(steps + 1, dtype=torch.int32, device=device)

@@ -160,8 +160,8 @@ class Capture:
         return self.taken(seen, facts, p, log_q, drafts, forced, epoch=epoch, version=version, round_ms=round_ms)
 
     def taken(
-        self, seen: Sequence[Seen], facts: list[_Facts] | Committed, p: Rows, log_q: Tensor | None, drafts: Tensor, forced: Tensor, *,
-        epoch: int, version: int, round_ms: float,
+        self, seen: Sequence[Seen], facts: list[_Facts] | Committed, p: Rows, log_q: Tensor | None, drafts: Tensor, forced: Tensor,
+        *, epoch: int, version: int, round_ms: float,
     ) -> Step:  # fmt: skip
         """Start a step's way to the host. seen: `chosen`, with rows of these tensors; p, log_q: over the same tokens."""
         hidden = [self._pieces(s) for s in seen]
@@ -187,8 +187,8 @@ class Capture:
         self._context.term()
 
     def chosen(self, seen: Sequence[Seen]) -> list[Seen]:
-        """Of all of a step's requests those that are learned from, those of earlier steps first. One in the middle of its prompt has
-        no rows, and sends nothing."""
+        """Of all of a step's requests those that are learned from, those of earlier steps first. One in the middle of its prompt
+        has no rows, and sends nothing."""
         running = {s.request: s.state for s in seen}
         self._members = {r: state for r, state in self._members.items() if running.get(r) is state}
         for request in [r for r, known in self._states.items() if running.get(r) is not known.state]:

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class _Step:
-    """A step under way. seen: the chosen requests, index and rows being those of the whole batch; slots: theirs; ends: [requests + 1]
-    first rows of all; then what the chunks have brought."""
+    """A step under way. seen: the chosen requests, index and rows being those of the whole batch; slots: theirs; ends:
+    [requests + 1] first rows of all; then what the chunks have brought."""
 
     seen: list[Seen] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)

@@ -37,8 +37,14 @@ class SetBudget(BaseModel):
 
 @router.get("/plugin")
 async def plugin(request: Request) -> dict[str, Any]:
-    """What this engine's plugin can do; a stock server answers 404."""
-    return {"version": __version__, "features": ["rules", "budget", *(["tts"] if hasattr(request.app.state, "ag_tts") else [])]}
+    """What this engine's plugin can do, and the runner with each feature's state and reason; a stock server answers 404."""
+    state = request.app.state
+    ranks = await state.engine_client.collective_rpc("ag_features", timeout=30)
+    return {
+        "version": __version__,
+        "features": ["rules", "budget", *(["tts"] if hasattr(state, "ag_tts") else [])],
+        "engine": ranks[0],
+    }
 
 
 @router.post("/budget")

@@ -21,8 +21,8 @@ BOTH = "both"
 class Name:
     """A function, class, method or constant, by module and qualified name, and what is asked of it.
 
-    runner: whose it is, or BOTH. parameters: it has all of these; first: its parameters begin with these, as a class is called by position; attributes: of a
-    class, set anywhere in it.
+    runner: whose it is, or BOTH. parameters: it has all of these; first: its parameters begin with these, as a class is called by
+    position; attributes: of a class, set anywhere in it.
     """
 
     runner: str
@@ -254,6 +254,7 @@ NAMES = (
             "reasoning_config",
             "scheduler_config",
             "speculative_config",
+            "use_v2_model_runner",
             "watermark_config",
             "weight_transfer_config",
         ),

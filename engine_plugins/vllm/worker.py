@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from vllm.platforms import current_platform
@@ -50,6 +51,7 @@ class Worker(Base):  # type: ignore[misc]  # vLLM is untyped to us
     ag_tts: Serving | None = None
     ag_slots: RequestSlots | None = None
     ag_seam: SeamV2 | None = None
+    ag_found: list[list[Any]] = []  # noqa: RUF012  # replaced by `install`, never changed
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -93,6 +95,10 @@ class Worker(Base):  # type: ignore[misc]  # vLLM is untyped to us
             raise PluginError("this engine was started without tts; add it to additional_config.agentguard, or to the recipe")
         return self.ag_tts
 
+    def ag_features(self) -> dict[str, Any]:
+        """The runner of this engine, and what works on it: name, on or off, and why."""
+        return {"runner": runner_of(self.model_runner), "features": self.ag_found}
+
     def ag_set_budget(self, request: str, tokens: int) -> dict[str, Any]:
         """Collective RPC, ordered with the steps: see `budget.BudgetHolder.set_total`."""
         return self.ag_budgets.set_total(request, tokens) if self.ag_budgets is not None else {"found": False}
@@ -122,7 +128,8 @@ def install(worker: Any) -> budget.BudgetHolder | BudgetState | None:
         level = logging.INFO if feature.on or worker.vllm_config.speculative_config is None else logging.WARNING
         state, why = "on" if feature.on else "off", f": {feature.reason}" if feature.reason else ""
         logger.log(level, "agentguard: %s %s%s", feature.name, state, why)
-    refused = [f for f in found if not f.on and (f.asked or os.environ.get(compat.STRICT_ENV) == "1")]
+    worker.ag_found = [[f.name, f.on, f.reason] for f in found]
+    refused = [f for f in found if not f.on and (f.asked or (f.strict and os.environ.get(compat.STRICT_ENV) == "1"))]
     if refused:
         raise PluginError("; ".join(f"{f.name}: {f.reason}" for f in refused))
     return (_install_v1 if runner == "V1" else _install_v2)(worker, settings, default)
@@ -137,16 +144,44 @@ def runner_of(model_runner: Any) -> str:
     raise PluginError(f"{type(model_runner).__name__} is neither of the model runners agentguard knows; use vLLM's V1 or V2")
 
 
+def foreseen(config: Any) -> dict[str, Any]:
+    """What `Worker.ag_features` of an engine with this vLLM configuration will say, before there is one; unless its model brings a
+    sampler of its own."""
+    parts = SimpleNamespace(sampler=SimpleNamespace(logits_processors=[AgentGuardParams()]))
+    worker = SimpleNamespace(vllm_config=config, model_runner=parts, device=SimpleNamespace(type=current_platform.device_type))
+    runner = "V2" if config.use_v2_model_runner else "V1"
+    settings = (config.additional_config or {}).get("agentguard", {})
+    return {"runner": runner, "features": [[f.name, f.on, f.reason] for f in features(worker, settings, runner)]}
+
+
 def features(worker: Any, settings: dict[str, Any], runner: str) -> list[compat.Feature]:
     """What works in this engine and what does not, each with the reason."""
     config = worker.vllm_config
     rules, fatal = _rules_reason(worker, runner)
     budgets = "" if _marked(config) else "no --reasoning-parser, so ag_phase=think relaxes nothing and no trace can be closed here"
+    telemetry = _feature("verification telemetry", settings.get("telemetry"), _telemetry_reason(worker, runner))
+    device = worker.device.type
+    choice = kernels.choose(device)
+    if runner == "V1":
+        warm = compat.Feature(
+            "warm-up", False, "runner V1 compiles its one kernel in the first step somebody listens to", strict=False
+        )
+    elif config.speculative_config is None:
+        warm = compat.Feature("warm-up", True, "without a draft only the think budgets' kernels")
+    else:
+        warm = compat.Feature("warm-up", True, "all kernels are compiled before the first request")
     return [
-        compat.Feature("rules and support filter", not rules, rules, asked=fatal),
+        compat.Feature("rules", not rules, rules, asked=fatal),
+        compat.Feature("support filter", not rules, rules, asked=fatal),
         compat.Feature("think budgets", not budgets, budgets),
-        _feature("verification telemetry", settings.get("telemetry"), _telemetry_reason(worker, runner)),
+        telemetry,
+        compat.Feature(
+            "coins in telemetry", telemetry.on, telemetry.reason or "the number that decided a row, as the sampler threw it"
+        ),
         _feature("tts", settings.get("tts"), _tts_reason(worker, runner)),
+        # off on a GPU is somebody's choice (AG_KERNELS=0), and each step then waits for the device
+        compat.Feature("kernels", choice.kernels, choice.reason, strict=device == "cuda"),
+        warm,
     ]
 
 
