@@ -123,6 +123,7 @@ def test_the_worker_installs_itself_over_v2_s_own_classes_and_they_generate(happ
     """Request states, sampler, rejection sampler and update kernels are vLLM's. The drafter is sure of 7, the model of 8."""
     found = happened["installed"]
     assert found["off"] == {}, "every feature is on"
+    assert found["tuned"], "a rank alone may measure its block sizes"
     assert all(found["copied"])
     # no draft is verified in the step that ends the prefill; then accept all takes 7 7, the bonus is the model's, and the limit of
     # 5 think tokens falls among the drafts of the next round
@@ -170,6 +171,18 @@ def test_a_request_without_a_budget_is_closed_and_stays_so_after_preemption(happ
 def test_the_trace_is_counted_on_the_device_as_on_the_host(happened: dict[str, Any]) -> None:
     assert happened["phases"]
     assert all(happened["phases"])
+
+
+@pytest.mark.parametrize("bad", ["nan", "inf"])
+def test_rows_of_q_that_are_no_law_are_rejected_and_the_targets_law_is_drawn(bad: str, happened: dict[str, Any]) -> None:
+    """As on V1 (test_tts_worker.py). V2 itself would give the same token each time; sound rows keep every bit."""
+    found = happened["broken_rows"]
+    p, _ = distributions(11)
+    trained, plain = (torch.tensor(found[f"{name} {bad}"]["counts"]).double() for name in ("trained", "plain"))
+    assert found[f"trained {bad}"]["accepted"] == 0
+    assert p_value(trained, p * trained.sum()) > 1e-3
+    assert p_value(plain, p * plain.sum()) < 1e-9
+    assert found[f"trained {bad}"]["sound"] == found[f"plain {bad}"]["sound"]
 
 
 def test_no_step_waits_for_the_device(happened: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ Run by tests/test_seam_v2.py in a process of its own.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 import tempfile
@@ -213,9 +214,10 @@ def own_sampler() -> dict[str, Any]:
     return out
 
 
-def installed() -> dict[str, Any]:
+def installed(rank: int = 0, ranks: int = 1, endpoint: str = "") -> dict[str, Any]:
     """The worker's own installation over vLLM's own request states, sampler, rejection sampler and update kernels; two requests
-    that think, one under a rule and a limit, one strict and free."""
+    that think, one under a rule and a limit, one strict and free. rank, ranks: of a tensor-parallel engine, whose gloo group is the
+    default one; endpoint: of telemetry."""
     import engine_plugins.vllm as plugin
     from engine_plugins.vllm import worker
     from engine_plugins.vllm.processor import AgentGuardParams
@@ -230,8 +232,9 @@ def installed() -> dict[str, Any]:
         draft_sample_method="probabilistic", fly_entropy_threshold=0.3, fly_entropy_top_k=3,
     )  # fmt: skip
     config = SimpleNamespace(
-        reasoning_config=reasoning, speculative_config=speculative, additional_config={"agentguard": {"rule": "strict"}},
-        parallel_config=SimpleNamespace(world_size=1, tensor_parallel_size=1, data_parallel_rank=0), watermark_config=None,
+        reasoning_config=reasoning, speculative_config=speculative,
+        additional_config={"agentguard": {"rule": "strict", "telemetry": endpoint}},
+        parallel_config=SimpleNamespace(world_size=ranks, tensor_parallel_size=ranks, data_parallel_rank=0), watermark_config=None,
         scheduler_config=SimpleNamespace(async_scheduling=True),
         model_config=SimpleNamespace(dtype=torch.bfloat16, head_dtype=torch.bfloat16),
     )  # fmt: skip
@@ -242,9 +245,18 @@ def installed() -> dict[str, Any]:
         speculator=SimpleNamespace(draft_logits=draft), batch_sharder=None, is_last_pp_rank=True, vocab_size=v,
         num_speculative_steps=K,
     )  # fmt: skip
-    this = SimpleNamespace(vllm_config=config, model_runner=runner, device=device, is_driver_worker=True, ag_tts=None)
+    this = SimpleNamespace(vllm_config=config, model_runner=runner, device=device, is_driver_worker=rank == 0, ag_tts=None)
+    if ranks > 1:
+        worker._group = lambda _: torch.distributed.group.WORLD
     budgets = worker.install(this)
     off = {f.name: f.reason for f in worker.features(this, {}, "V2") if not f.on}
+    tap, digest = this.ag_seam._tap, hashlib.sha256()
+    if tap is not None and endpoint:
+        subscriber = zmq.Context.instance().socket(zmq.SUB)
+        subscriber.setsockopt(zmq.SUBSCRIBE, b"")
+        subscriber.connect(endpoint)
+        while not tap.wanted:
+            pass
 
     def admit(request: str, **extra: Any) -> int:
         params = SamplingParams(temperature=0.7, seed=1, extra_args=extra)
@@ -258,7 +270,9 @@ def installed() -> dict[str, Any]:
 
     slots = [admit("bound", ag_rule="interp:w=1,p_min=0,top_k=0", ag_think_tokens=5), admit("free")]
     copied = [bool(sampler.needs_logits_processing[slot]) for slot in slots]
-    for _ in range(5):
+    for step in range(5):
+        if step == 3:  # as a collective RPC has it: on all ranks between the same two steps
+            budgets.set_total("bound", 5)
         sampler.apply_staged_writes()
         rows, order = 2 * (K + 1), torch.tensor(slots)
         # the model wants token 8 and hardly 7; the drafter proposes 7 and is sure of it
@@ -278,6 +292,9 @@ def installed() -> dict[str, Any]:
             cu_num_logits=ends, cu_num_logits_np=ends.numpy(), seq_lens=(total + K).int(), seq_lens_cpu_upper_bound=(total +
             K).int(), )  # fmt: skip
         out = runner.rejection_sampler(logits, batch, draft, None)
+        behind = torch.arange(K + 1) >= out.num_sampled[:, None]
+        for tensor in (draft.float(), out.sampled_token_ids.masked_fill(behind, -1), out.num_sampled):
+            digest.update(tensor.contiguous().numpy().tobytes())
         computed = states.num_computed_tokens.gpu
         post_update(
             order, computed, states.last_sampled_tokens, sampler.penalties_state.output_bin_counts, out.sampled_token_ids,
@@ -286,7 +303,20 @@ def installed() -> dict[str, Any]:
         )  # fmt: skip
     texts = [states.all_token_ids.gpu[slot, 2 : int(states.total_len.gpu[slot])].tolist() for slot in slots]
     assert budgets is not None
-    return {"off": off, "copied": copied, "bound": texts[0], "free": texts[1], "standing": budgets.set_total("bound", 3)}
+    heard = 0
+    while tap is not None and endpoint and subscriber.poll(300):
+        heard += len(subscriber.recv()) > 0
+    return {
+        "digest": digest.hexdigest(),
+        "tap": tap is not None,
+        "heard": heard,
+        "tuned": this.ag_seam.tuned,
+        "off": off,
+        "copied": copied,
+        "bound": texts[0],
+        "free": texts[1],
+        "standing": budgets.set_total("bound", 3),
+    }
 
 
 def without_draft_logits() -> list[int]:
@@ -297,6 +327,29 @@ def without_draft_logits() -> list[int]:
     logits[:, 3] = 5.0
     _, number = engine.verify(logits, [[1, 1]] * 4, list(range(4)), draft=False)
     return number.tolist()
+
+
+def broken_rows() -> dict[str, Any]:
+    """First tokens of requests whose draft was made by weights of NaN, with the seam of an engine that trains its draft and with
+    that of one that does not; then sound rows beside broken ones."""
+    p, q = (t.float() for t in distributions(11))
+    n, out = 150, {}
+    x = torch.multinomial(q, n * K, replacement=True, generator=torch.Generator().manual_seed(2)).view(n, K).tolist()
+    for name, serving in (("trained", SimpleNamespace(capturing=False)), ("plain", None)):
+        for bad in (torch.nan, torch.inf):
+            engine = v2.Engine(n, len(p), K, serving=serving)
+            engine.draft[:] = q.log()
+            engine.draft[: n - 10] = bad
+            for slot in range(n):
+                engine.admit(slot, f"r{slot}", [1])
+            sampled, number = engine.verify(p.log().repeat(n * (K + 1), 1), x, list(range(n)), seed=6)
+            first = sampled[: n - 10, 0]
+            out[f"{name} {bad}"] = {
+                "counts": torch.bincount(first.clamp(0, len(p) - 1), minlength=len(p)).tolist(),
+                "accepted": int((number[: n - 10] > 1).sum()), "sound": [r[:k] for r, k in zip(sampled[-10:].tolist(),
+                number[-10:].tolist(), strict=True)],
+            }  # fmt: skip
+    return out
 
 
 def warmed_up() -> dict[str, Any]:
@@ -525,7 +578,18 @@ def phases() -> list[bool]:
 
 def main() -> None:
     warnings.simplefilter("ignore", RuntimeWarning)
-    rest = (strict_beside_relaxed, telemetry, own_sampler, installed, without_draft_logits, budgets, phases, warmed_up, no_waiting)
+    rest = (
+        strict_beside_relaxed,
+        telemetry,
+        own_sampler,
+        installed,
+        without_draft_logits,
+        budgets,
+        phases,
+        broken_rows,
+        warmed_up,
+        no_waiting,
+    )
     with torch.inference_mode():
         alone = "laws" in sys.argv[2:]
         out = {"laws": laws(int(sys.argv[1]), RULES if alone else (*RULES, *FILTERED))}

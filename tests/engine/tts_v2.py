@@ -29,7 +29,7 @@ from engine_plugins.tts.twin import Twin
 from tests.eagle_head import make_head
 from tests.engine.tts_in_process import DRAFT, Engine, Learning, aligned, garbage
 
-K, SIZE, TOKENS = 3, 4, 50
+K, SIZE, TOKENS = 3, 3, 32
 
 
 def unpacked(layer: Any, remove_weight: bool) -> None:
@@ -91,7 +91,7 @@ def main(out: Path, kind: str, least: int) -> None:
         engine.call("ag_tts_attach", str(slots.path), wanted)
         result["aligned_at_the_start"] = align(live=False)
         learning = Learning(engine, Trainer(twin, settings, K), slots)
-        engine.batch(SIZE, 100, learning.between)
+        engine.batch(SIZE, 60, learning.between)
         engine.frames(300)
         result["losses"] = learning.losses
         slots.write(1, twin.payload())
