@@ -80,6 +80,7 @@ def test_strict_start_up_aborts_on_what_is_only_a_warning_otherwise(monkeypatch:
 
 def test_strict_start_up_leaves_alone_what_nobody_can_help(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels are off on a CPU; on a GPU that is a choice, and each relaxed step then waits for the device."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     found = {
         device: {f.name: f for f in worker.features(a_worker(device=device, runner="V2"), {}, "V2")} for device in ("cpu", "cuda")
     }

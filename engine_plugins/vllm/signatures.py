@@ -242,7 +242,7 @@ NAMES = (
     Name(BOTH, "vllm.v1.core.sched.output", "SchedulerOutput", attributes=("finished_req_ids", "scheduled_new_reqs")),
     Name(BOTH, "vllm.v1.core.sched.output", "NewRequestData", attributes=("req_id",)),
     Name(BOTH, "vllm.sampling_params", "SamplingParams", attributes=("extra_args", "thinking_token_budget", "temperature")),
-    Name(BOTH, "vllm.platforms.interface", "Platform", attributes=("is_cpu",)),
+    Name(BOTH, "vllm.platforms.interface", "Platform", attributes=("is_cpu", "device_type")),
     Name(
         BOTH,
         "vllm.config.vllm",
