@@ -136,7 +136,9 @@ def without_broken_rows(given: dict[str, Any]) -> Tensor:
     """
     draft, drafted, slots = given["draft_logits"], given["draft_sampled"], given["idx_mapping"].long()
     broken = torch.zeros(draft.shape[:2], dtype=torch.bool, device=draft.device)
-    broken[slots] = ~torch.isfinite(draft[slots].amax(-1))
+    # rows of a few slots are copied together; of many, all slots are read where they lie
+    top = draft[slots].amax(-1) if 2 * len(slots) < len(draft) else draft.amax(-1)[slots]
+    broken[slots] = ~torch.isfinite(top)
     column = given["expanded_local_pos"].long()
     behind = broken[given["expanded_idx_mapping"].long(), (column - 1).clamp_min(0)] & (column > 0)
     out: Tensor = drafted.masked_fill(behind, -1)

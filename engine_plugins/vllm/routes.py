@@ -37,14 +37,16 @@ class SetBudget(BaseModel):
 
 @router.get("/plugin")
 async def plugin(request: Request) -> dict[str, Any]:
-    """What this engine's plugin can do, and the runner with each feature's state and reason; a stock server answers 404."""
-    state = request.app.state
-    ranks = await state.engine_client.collective_rpc("ag_features", timeout=30)
-    return {
-        "version": __version__,
-        "features": ["rules", "budget", *(["tts"] if hasattr(state, "ag_tts") else [])],
-        "engine": ranks[0],
-    }
+    """What this engine's plugin can do; a stock server answers 404."""
+    return {"version": __version__, "features": ["rules", "budget", *(["tts"] if hasattr(request.app.state, "ag_tts") else [])]}
+
+
+@router.get("/features")
+async def features(request: Request) -> dict[str, Any]:
+    """Which of vLLM's model runners this engine has, and each feature: its name, whether it is on, and why."""
+    ranks = await request.app.state.engine_client.collective_rpc("ag_features", timeout=30)
+    found: dict[str, Any] = ranks[0]
+    return found
 
 
 @router.post("/budget")
