@@ -3,6 +3,8 @@
     AgentGuardError
     ├── ConfigError        a recipe, knob, flag or header is wrong: names the field, the value and the remedy
     │   └── ContextLengthError  the prompt leaves no room for an answer in the context window
+    ├── StepTimeoutError   a step did not end in the time its caller gave it
+    ├── StreamClosedError  a stream was read after its end, or closed while it was read
     ├── SessionLimitError  a session has used up what its recipe allows; an operator may raise the limit
     ├── ActionRefusedError an operator's action that this monitor does not take, or that found nothing to act on
     ├── EngineError        the engine did something we cannot work around
@@ -58,6 +60,23 @@ class SessionLimitError(AgentGuardError):
             f"session {session!r} is stopped: {meter} is {value} of {limit}; start a new session, or raise the limit with "
             f"POST /agentguard/sessions/limit"
         )
+
+
+class StepTimeoutError(AgentGuardError, TimeoutError):
+    """``seconds`` is what the caller gave. The step was ended in the engine, and counts as cancelled."""
+
+    exit_code = 3
+
+    def __init__(self, session: str, seconds: float) -> None:
+        super().__init__(
+            f"a step of session {session!r} did not end within {seconds:g} s (timeout_s); give it more time, or less to think "
+            f"(think_tokens)"
+        )
+        self.seconds = seconds
+
+
+class StreamClosedError(AgentGuardError):
+    """Programming error of a stream's reader."""
 
 
 class ActionRefusedError(AgentGuardError):

@@ -11,15 +11,13 @@ from dataclasses import dataclass
 
 import uvicorn
 
-from agentguard.economics.ledger import Ledger, ledger_of, setup_of
 from agentguard.engines.openai_http import OpenAIEngine
 from agentguard.engines.vllm_process import VllmProcess, vllm_process
 from agentguard.errors import ConfigError, EngineDiedError, EngineError
 from agentguard.gateway.app import create_app
 from agentguard.middleware import Guard
 from agentguard.policy import Policy
-from agentguard.store import open_store
-from agentguard.store.sync import synced
+from agentguard.store.kept import economics
 from agentguard.tasks import owned_task
 from agentguard.telemetry.engine_source import engine_source
 from agentguard.telemetry.hub import Hub
@@ -54,7 +52,7 @@ async def serve_stack(
         async with vllm_process(policy) as engine:
             client = OpenAIEngine(engine.url, api_key=engine.api_key)
             try:
-                async with engine_source(hub, engine.telemetry), economics(policy, hub) as ledger:
+                async with engine_source(hub, engine.telemetry), economics(policy, hub.publish) as ledger:
                     guard = await Guard.open(client, policy, hub, ledger=ledger)
                     with hub.sink(guard.observe):
                         async with gateway(guard, listener, api_key=api_key, operator_key=operator_key) as url:
@@ -78,24 +76,12 @@ async def serve_upstream(
         client = OpenAIEngine(url, api_key=key, window=policy.engine.max_model_len if policy else None)
         try:
             policy = policy or Policy(model=(await client.info()).model)
-            async with economics(policy, hub) as ledger:
+            async with economics(policy, hub.publish) as ledger:
                 guard = await Guard.open(client, policy, hub, ledger=ledger)
                 async with gateway(guard, listener, api_key=api_key, operator_key=operator_key) as address:
                     yield guard, address
         finally:
             await client.aclose()
-
-
-@asynccontextmanager
-async def economics(policy: Policy, hub: Hub) -> AsyncIterator[Ledger]:
-    """The policy's ledger, kept in its store while the block runs. Raises ConfigError, and StoreError when the store is not
-    there."""
-    ledger = await asyncio.to_thread(ledger_of, policy, on_event=hub.publish)
-    if policy.economics.store is None:
-        yield ledger
-        return
-    async with open_store(policy.economics.store) as store, synced(ledger, store, setup_of(policy)):
-        yield ledger
 
 
 @asynccontextmanager
