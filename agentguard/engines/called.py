@@ -11,11 +11,15 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from agentguard.engines.base import EngineInfo, Standing, Stream
-from agentguard.engines.facts import Facts
+from agentguard.engines.facts import ADDED, Facts
 from agentguard.errors import ConfigError, EngineDiedError, EngineError, EngineRequestError, nearest
 
-OPTIONS = ("extra_headers", "extra_query", "extra_body", "timeout")
+OPTIONS = ("extra_headers", "extra_query", "timeout")
 """Arguments of a call that are no fields of the request."""
+BESIDE = (
+    *ADDED, "add_generation_prompt", "continue_final_message", "chat_template_kwargs", "min_tokens",
+)  # fmt: skip
+"""Fields the guard may set that OpenAI's own API does not have."""
 OWNER = "agentguard"
 
 
@@ -34,8 +38,7 @@ class FunctionEngine:
         self._create = create
         self._model = model
         self._window = window
-        # what it does not know by name goes into extra_body, as both libraries want it
-        self._known = set(inspect.signature(create).parameters)
+        self._known = _named(create)
 
     async def info(self) -> EngineInfo:
         if self._window is None:
@@ -71,7 +74,7 @@ class FunctionEngine:
         """Nothing: the client is its owner's."""
 
     async def _forgiving(
-        self, create: Callable[..., Awaitable[Any]], known: set[str], request: dict[str, Any], headers: dict[str, str]
+        self, create: Callable[..., Awaitable[Any]], known: set[str] | None, request: dict[str, Any], headers: dict[str, str]
     ) -> Stream:
         """Chunks; a server that refuses fields of the guard's own is asked again without them, and remembered."""
         tried: list[str] = []
@@ -121,7 +124,7 @@ class ClientEngine(FunctionEngine):
         base = str(client.base_url).rstrip("/")
         self._v1 = base
         self._root = base.removesuffix("/v1") if base.endswith("/v1") else ""
-        self._known_text = set(inspect.signature(client.completions.create).parameters)
+        self._known_text = _named(client.completions.create)
 
     async def info(self) -> EngineInfo:
         async with _named_errors(self.name):
@@ -187,14 +190,25 @@ class ClientEngine(FunctionEngine):
         return reply if isinstance(reply, dict) else None
 
 
-def _arguments(request: Mapping[str, Any], known: set[str], headers: Mapping[str, str]) -> dict[str, Any]:
-    """A request's fields as arguments: those the function knows by name, the others in extra_body."""
-    named = {k: v for k, v in request.items() if k in known or k in OPTIONS}
-    others = {k: v for k, v in request.items() if k not in named}
-    named["extra_headers"] = {**(named.get("extra_headers") or {}), **headers}
-    if others:
-        named["extra_body"] = {**(named.get("extra_body") or {}), **others}
-    return named
+def _named(create: Callable[..., Awaitable[Any]]) -> set[str] | None:
+    """The arguments a function takes by name; None for one that takes any."""
+    parameters = inspect.signature(create).parameters
+    anything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    return None if anything else set(parameters)
+
+
+def _arguments(request: Mapping[str, Any], known: set[str] | None, headers: Mapping[str, str]) -> dict[str, Any]:
+    """A request's fields as arguments. What a function does not know by name goes into extra_body, as both libraries want it;
+    of one that
+    takes any argument, what came in extra_body and what the guard has set beside OpenAI's own fields."""
+    came = request.get("extra_body") or {}
+    fields = {k: v for k, v in request.items() if k not in ("extra_body", *OPTIONS)}
+    beside = {k for k in fields if (k in came or (k in BESIDE and k != "stream_options") if known is None else k not in known)}
+    arguments = {k: v for k, v in request.items() if k in OPTIONS} | {k: v for k, v in fields.items() if k not in beside}
+    arguments["extra_headers"] = {**(arguments.get("extra_headers") or {}), **headers}
+    if beside:
+        arguments["extra_body"] = {k: fields[k] for k in fields if k in beside}
+    return arguments
 
 
 @asynccontextmanager

@@ -91,7 +91,8 @@ class _Guards:
     async def call(self, arguments: dict[str, Any]) -> Any:
         """A call of the client's, guarded: a stream where it asks for one, else the whole reply."""
         given = {k: _plain(v) for k, v in arguments.items() if type(v).__name__ not in ("NotGiven", "Omit")}
-        body = {k: v for k, v in given.items() if k != "extra_body"} | dict(given.get("extra_body") or {})
+        # the guard reads what came in extra_body like the rest; the engine puts it back there
+        body = given | dict(given.get("extra_body") or {})
         try:
             guard, engine = await self.of(body.get("model"))
             who = identify({k.lower(): v for k, v in (given.get("extra_headers") or {}).items()}, body)
