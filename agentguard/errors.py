@@ -24,6 +24,8 @@ from collections.abc import Iterable
 
 
 class AgentGuardError(Exception):
+    """The root of the tree. ``exit_code`` is the command line's exit status."""
+
     exit_code = 1
 
 
@@ -53,6 +55,8 @@ class ContextLengthError(ConfigError):
 
 
 class SessionLimitError(AgentGuardError):
+    """A session has used what it may; it goes on once its limit is raised."""
+
     code = "session_limit"
 
     def __init__(self, session: str, meter: str, value: int, limit: int) -> None:
@@ -80,23 +84,26 @@ class StreamClosedError(AgentGuardError):
 
 
 class ActionRefusedError(AgentGuardError):
-    pass
+    """An operator's action that is not taken here, or that found nothing to act on."""
 
 
 class EngineError(AgentGuardError):
-    pass
+    """The engine did something that cannot be worked around: it did not answer in time, or what it said cannot be read."""
 
 
 class EngineStartError(EngineError):
-    pass
+    """An engine never became ready; the message holds the end of its log."""
 
 
 class EngineDiedError(EngineError):
+    """The engine, or a gateway in front of it, was there and is gone, or nobody answers at its address."""
+
     exit_code = 3
 
 
 class EngineRequestError(EngineError):
-    """``retry_after``: the header of that name, as the engine sent it."""
+    """The engine refused one request. ``status`` is the HTTP status, ``retry_after`` the header of that name, as the engine sent
+    it."""
 
     def __init__(self, status: int, message: str, retry_after: str | None = None) -> None:
         super().__init__(message)
@@ -105,7 +112,7 @@ class EngineRequestError(EngineError):
 
 
 class PluginError(AgentGuardError):
-    pass
+    """The plugin cannot run on this vLLM; the message says why."""
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:

@@ -103,10 +103,11 @@ async def connect(
       the block ends. With ``in_process`` vLLM's `AsyncLLM` runs in this process too (agentguard.engines.vllm_inprocess);
     - an object that is an `agentguard.engines.base.Engine`, which stays the caller's to close.
 
-    ``middleware``: the chain around each step, outermost first (agentguard.sdk.middleware). ``retries``: how often a step is
-    tried again that found the engine gone or busy. ``timeout_s``: seconds a step may take, None for no limit. ``buffer``:
-    events a stream reads ahead of its consumer. ``connect_timeout_s``, ``read_timeout_s``: seconds to connect, and of silence
-    in a stream. ``operator_key``: for `close_now` and `raise_limit` at a gateway that has one.
+    ``middleware``: the chain around each step, outermost first (agentguard.sdk.middleware). ``retries``: how often a step is tried
+    again that found the engine gone or busy. ``timeout_s``: seconds a step may take, None for no limit. ``buffer``: events a stream
+    reads ahead of its consumer. ``connect_timeout_s``, ``read_timeout_s``: seconds to connect, and of silence in a stream.
+    ``api_key``: what the gateway or server asks for; ``operator_key``: for `close_now` and `raise_limit` at a gateway that has one.
+    ``hub`` (agentguard.telemetry.hub.Hub) gets the events of a guard in this process.
 
     Raises ConfigError for a target or an option of a wrong form, EngineDiedError where nobody answers, EngineStartError for an
     engine that does not come up.

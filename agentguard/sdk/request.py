@@ -14,10 +14,11 @@ class StepRequest:
     """One model call.
 
     ``messages`` and ``tools`` are in the form of OpenAI's chat completions. Tokens: ``max_tokens`` limits all that is
-    generated, ``think_tokens`` the traces (0: no thinking, -1: no limit but the answer's room, None: the policy's). ``rule`` is
-    a verification rule such as "strict" (None: the session's arm). ``timeout_s``: seconds the whole step may take, None for no
-    limit. ``side``: a call beside the agent's own work, such as a title, which is not counted to the economics. ``extra``:
-    further fields of the request, passed on as they are. ``session`` is the session's id, for a middleware to read.
+    generated, ``think_tokens`` the traces (0: no thinking, -1: no limit but the answer's room, None: the policy's).
+    ``temperature`` and ``seed`` are the sampler's, None for the server's. ``rule`` is a verification rule such as "strict"
+    (None: the session's arm). ``timeout_s``: seconds the whole step may take, None for no limit. ``side``: a call beside the
+    agent's own work, such as a title, which is not counted to the economics. ``extra``: further fields of the request, passed
+    on as they are. ``session`` is the session's id, for a middleware to read.
     """
 
     messages: tuple[Mapping[str, Any], ...]
