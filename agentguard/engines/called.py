@@ -205,7 +205,9 @@ def _arguments(request: Mapping[str, Any], known: set[str] | None, headers: Mapp
     fields = {k: v for k, v in request.items() if k not in ("extra_body", *OPTIONS)}
     beside = {k for k in fields if (k in came or (k in BESIDE and k != "stream_options") if known is None else k not in known)}
     arguments = {k: v for k, v in request.items() if k in OPTIONS} | {k: v for k, v in fields.items() if k not in beside}
-    arguments["extra_headers"] = {**(arguments.get("extra_headers") or {}), **headers}
+    ours = {name.lower() for name in headers}  # a name given twice in different case would be sent twice
+    theirs = {name: value for name, value in (arguments.get("extra_headers") or {}).items() if name.lower() not in ours}
+    arguments["extra_headers"] = theirs | dict(headers)
     if beside:
         arguments["extra_body"] = {k: fields[k] for k in fields if k in beside}
     return arguments
