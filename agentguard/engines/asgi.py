@@ -54,7 +54,10 @@ class AsgiTransport(httpx2.AsyncBaseTransport):
 
     async def aclose(self) -> None:
         """End what runs, and wait for it."""
-        await asyncio.gather(*(exchange.aclose() for exchange in list(self._running)))
+        exchanges = list(self._running)
+        for exchange in exchanges:
+            exchange.hang_up()
+        await asyncio.gather(*(exchange.aclose() for exchange in exchanges))
 
 
 class _Exchange(httpx2.AsyncByteStream):
@@ -101,15 +104,19 @@ class _Exchange(httpx2.AsyncByteStream):
             raise self._broken(error)
 
     async def aclose(self) -> None:
-        """Tell the app that nobody listens any more, as a broken connection does, and wait until it has ended; cancel it after
-        `GRACE_S`. A caller that is cancelled stops waiting: the app has been told."""
-        self._gone.set()
-        self._room.set()
+        """Hang up, and wait until the app has ended; cancel it after `GRACE_S`. A caller that is cancelled stops waiting: the app
+        has been told."""
+        self.hang_up()
         if not self._task.done():
             await asyncio.wait([self._task], timeout=GRACE_S)
         if not self._task.done():
             self._task.cancel()
             await asyncio.wait([self._task])
+
+    def hang_up(self) -> None:
+        """Tell the app that nobody listens any more, as a broken connection does."""
+        self._gone.set()
+        self._room.set()
 
     def _patient(self) -> _Patience:
         return _Patience(self._patience, self._request)

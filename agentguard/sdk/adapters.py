@@ -13,6 +13,7 @@ from contextlib import aclosing
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from agentguard.economics.ledger import ledger_of
 from agentguard.engines.called import ClientEngine, FunctionEngine
 from agentguard.errors import ConfigError, EngineError
 from agentguard.identity import Guesses, identify
@@ -68,6 +69,8 @@ class _Guards:
     def __init__(self, engine: Callable[[str], FunctionEngine], policy: Policy | dict[str, Any] | None, hub: Hub | None) -> None:
         if isinstance(policy, dict):
             policy = parse({"model": "", **policy})
+        if policy is not None and policy.economics.store is not None:
+            raise ConfigError("economics.store", policy.economics.store, "is not kept by wrap; use connect, or leave it out")
         self._engine = engine
         self._policy = policy
         self._hub = hub or Hub()
@@ -84,7 +87,8 @@ class _Guards:
                     raise ConfigError("model", model, f"is the one after {MODELS} models; wrap another client for it")
                 engine = self._engine(model)
                 policy = Policy(model=model) if self._policy is None else self._policy.model_copy(update={"model": model})
-                guard = await Guard.open(engine, policy, self._hub)
+                ledger = await asyncio.to_thread(ledger_of, policy, on_event=self._hub.publish)
+                guard = await Guard.open(engine, policy, self._hub, ledger=ledger)
                 self._guards[model] = guard, engine
         return self._guards[model]
 

@@ -20,7 +20,7 @@ class Standing:
 
 
 class ChunkReader:
-    """Reads one step. ``feed`` gives the events of a chunk; ``finish`` the tool call that is still open, and the summary."""
+    """Reads one step: ``feed`` gives the events of a chunk, ``summary`` those of all of them."""
 
     def __init__(self) -> None:
         self._content: list[str] = []
@@ -43,10 +43,12 @@ class ChunkReader:
                 yield AnswerDelta(text=said, answer_tokens=at.answer)
             for part in delta.get("tool_calls") or ():
                 yield from self._call(part)
-            self._finish = choice.get("finish_reason") or self._finish
+            if choice.get("finish_reason"):
+                self._finish = choice["finish_reason"]
+                yield from self._whole()
 
     def _call(self, part: Mapping[str, Any]) -> Iterator[ToolCall]:
-        """A piece of a tool call; the former call is whole once another one begins."""
+        """A piece of a tool call; a call is whole once another one begins, or with the finish reason."""
         index = part.get("index", 0)
         if index not in self._calls:
             yield from self._whole()
@@ -60,10 +62,6 @@ class ChunkReader:
         for call in list(self._calls.values())[len(self._told) :]:
             self._told.append(ToolCall(id=call["id"], name=call["name"], arguments=call["arguments"]))
             yield self._told[-1]
-
-    def last_call(self) -> Iterator[ToolCall]:
-        """The tool call that no other follows."""
-        yield from self._whole()
 
     def summary(self, accounts: StepFinished) -> StepSummary:
         """The whole step."""

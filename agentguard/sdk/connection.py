@@ -66,11 +66,10 @@ class Connection:
         # the retries of a busy engine stay innermost, so that what goes around a step goes around all of its attempts
         handles = (*self._handles[:-1], *validated(middleware), self._handles[-1])
         account = self._backend.account(name, agent)
-        session = Session(
-            name, account, self._backend.served, handles, buffer=self._buffer, defaults=defaults, on_end=self._sessions.discard
-        )
-        self._sessions.add(session)
-        return session
+        return Session(
+            name, account, self._backend.served, handles, buffer=self._buffer, defaults=defaults,
+            on_begin=self._sessions.add, on_end=self._sessions.discard,
+        )  # fmt: skip
 
     async def economics(self) -> list[ArmReport]:
         """Every arm of every class of work, the strict control first: λ, gain and verdict (docs/economics.md)."""
@@ -83,7 +82,10 @@ class Connection:
 
     async def aclose(self) -> None:
         """End the sessions that are still open."""
-        await asyncio.gather(*(session.aclose() for session in list(self._sessions)))
+        sessions = list(self._sessions)
+        for session in sessions:
+            session.stop()
+        await asyncio.gather(*(session.aclose() for session in sessions))
 
 
 @asynccontextmanager

@@ -5,8 +5,8 @@
     ThinkDelta             any number
     TraceClosed            the guard closed the trace (at most a few)
     AnswerDelta, ToolCall  any number
-    SessionAlarm           one of the session's meters is near its limit, or at it
     StepSummary            the step's accounts and whole message
+    SessionAlarm           one of the session's meters is near its limit, or at it
     Economics              last: whether the step's rule pays
 
 A step that is tried again (`agentguard.RetryCuts`) brings `Retried` and then all of it anew. All are frozen msgspec structs;

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from agentguard.economics.report import report
-from agentguard.events import ArmReport, Event, Meter, SessionState, StepFinished, arm_reports
+from agentguard.events import ArmReport, Event, Meter, SessionAlarm, SessionState, StepFinished, arm_reports
 from agentguard.identity import AGENT, SESSION, Identity, identify
 from agentguard.middleware import Guard, Reply, economics_of
 from agentguard.sdk.backend import Served
 from agentguard.sdk.chunks import ChunkReader, Standing
-from agentguard.sdk.events import Economics, StepEvent
+from agentguard.sdk.events import Economics
 from agentguard.sdk.middleware import Events
 from agentguard.sdk.request import StepRequest
 
@@ -32,23 +32,18 @@ class LocalAccount:
     async def step(self, request: StepRequest) -> Events:
         reply, reader = Reply(), ChunkReader()
         body = request.body() | {"return_token_ids": False}
-        finished: StepFinished | None = None
         async with aclosing(self._guard.stream(body, self._identity, side=request.side, reply=reply)) as chunks:
             async for chunk in chunks:
                 for event in _drained(reply):
-                    yield event
+                    yield event  # type: ignore[misc]  # what the guard publishes while a step runs are events of its stream
                 for event in reader.feed(chunk, Standing(reply.think, reply.answer, reply.think_cap)):
                     yield event
         economics = economics_of(self._guard.ledger, reply)
-        for call in reader.last_call():
-            yield call
-        for told in reply.events:
-            if isinstance(told, StepFinished):
-                finished = told
-            else:
-                yield told  # type: ignore[misc]  # what the guard publishes of a step are events of its stream
-        assert finished is not None  # the guard ends every step it has begun with its accounts
+        finished, *alarms = (event for event in _drained(reply) if isinstance(event, StepFinished | SessionAlarm))
+        assert isinstance(finished, StepFinished)  # the guard ends every step it has begun with its accounts
         yield reader.summary(finished)
+        for alarm in alarms:
+            yield alarm
         yield Economics(workload=finished.workload, arm=finished.arm, rows=economics.rows)
 
     async def refresh(self) -> None:
@@ -63,9 +58,9 @@ class LocalAccount:
         return self._guard.raise_limit(str(self._identity), meter, limit)
 
 
-def _drained(reply: Reply) -> Iterator[StepEvent]:
+def _drained(reply: Reply) -> list[Event]:
     events, reply.events = reply.events, []
-    yield from events  # type: ignore[misc]  # as above
+    return events
 
 
 class LocalBackend:

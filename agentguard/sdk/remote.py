@@ -23,11 +23,15 @@ from agentguard.errors import (
 )
 from agentguard.events import (
     ArmReport,
+    CompactionAdvised,
     EconomicsReport,
     Event,
     Meter,
+    SessionAlarm,
     SessionState,
     StepFinished,
+    StepStarted,
+    TraceClosed,
     decode_json,
 )
 from agentguard.identity import AGENT, SESSION, identify
@@ -67,7 +71,9 @@ class RemoteBackend:
     async def events(self) -> AsyncGenerator[Event, None]:
         async with self.open("GET", "/agentguard/events", read=None) as response:
             async for event in httpx2.EventSource(response, MAX_EVENT_BYTES):
-                yield decode_json(event.data)
+                told = _event(event.data)
+                if told is not None:
+                    yield told
         raise EngineDiedError(f"the gateway at {self.url} ended its events; it was stopped")
 
     async def ask(self, method: str, path: str, body: object = None, *, operator: bool = False) -> dict[str, Any]:
@@ -79,7 +85,13 @@ class RemoteBackend:
             raise self.failure(error) from error
         if response.status_code != 200:
             raise refusal(response.status_code, response.text, response.headers.get("retry-after"))
-        return dict(response.json())
+        try:
+            reply = response.json()
+        except ValueError:
+            reply = None
+        if not isinstance(reply, dict):
+            raise EngineError(f"{self.url}{path} did not answer with a JSON object: {response.text[:80]!r}; is it a gateway?")
+        return reply
 
     @asynccontextmanager
     async def open(
@@ -112,7 +124,10 @@ class RemoteBackend:
             return EngineError(
                 f"{what} did not answer in time ({type(error).__name__}); it is overloaded, or the timeout too short"
             )
-        return EngineDiedError(f"{what} is gone ({type(error).__name__}: {error}); start it, or correct the URL")
+        said = f"{type(error).__name__}: {error}"
+        if isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout):
+            return EngineDiedError(f"nobody answers at {self.url} ({said}); start a gateway or server there, or correct the URL")
+        return EngineDiedError(f"{what} is gone ({said}); see its log")
 
 
 class RemoteAccount:
@@ -135,35 +150,44 @@ class RemoteAccount:
     async def step(self, request: StepRequest) -> Events:
         body = request.body() | {"stream": True, "stream_options": {"include_usage": True}}
         headers = self._headers | {EVENTS_HEADER: "1"} | ({SIDE_HEADER: "1"} if request.side else {})
-        reader, finished, rows, ended = ChunkReader(), None, None, False
+        reader, finished, rows = ChunkReader(), None, None
+        alarms: list[SessionAlarm] = []
+        last: SessionState | None = None
         try:
             async with self._backend.open("POST", "/v1/chat/completions", json=body, headers=headers) as response:
                 async for event in httpx2.EventSource(response, MAX_EVENT_BYTES):
                     if event.event == EVENT:
-                        told = decode_json(event.data)
+                        told = _event(event.data)
                         if isinstance(told, StepFinished):
                             finished = told
                         elif isinstance(told, EconomicsReport):
                             rows = told.rows
-                        else:
-                            yield told  # type: ignore[misc]  # what a gateway tells in a step's stream are events of it
-                    elif event.event == STATE:
+                        elif isinstance(told, SessionAlarm):
+                            alarms.append(told)
+                        elif isinstance(told, StepStarted | CompactionAdvised | TraceClosed):
+                            yield told
+                    elif event.event == STATE and finished is None:
                         self._learn(_state(event.data))
-                        ended = finished is not None
+                    elif event.event == STATE:
+                        last = _state(event.data)
                     elif event.data != "[DONE]":
                         chunk = _chunk(event.data)
                         at = chunk.get("agentguard") or {}
                         standing = Standing(at.get("think_tokens", 0), at.get("answer_tokens", 0), at.get("think_cap", 0))
                         for delta in reader.feed(chunk, standing):
                             yield delta
+            if finished is None or rows is None:
+                where = self._backend.url
+                raise EngineDiedError(f"the gateway at {where} ended the stream too early; it was stopped, or is another version")
         finally:
-            self.complete = self.complete and ended
-        if finished is None or rows is None:
-            where = self._backend.url
-            raise EngineDiedError(f"the gateway at {where} ended the stream before its end; it was stopped, or is another version")
-        for call in reader.last_call():
-            yield call
+            # at once with the summary, so that no step is counted twice in between
+            if last is not None:
+                self._learn(last)
+            else:
+                self.complete = False
         yield reader.summary(finished)
+        for alarm in alarms:
+            yield alarm
         yield Economics(workload=finished.workload, arm=finished.arm, rows=rows)
 
     def _learn(self, state: SessionState) -> None:
@@ -223,6 +247,14 @@ def _chunk(data: str) -> dict[str, Any]:
         code = chunk["error"].get("code") if isinstance(chunk["error"], dict) else None
         raise refusal(code if isinstance(code, int) else 502, data)
     return chunk
+
+
+def _event(data: str) -> Event | None:
+    """None for an event this version does not know."""
+    try:
+        return decode_json(data)
+    except msgspec.ValidationError:
+        return None
 
 
 def _state(data: str) -> SessionState:

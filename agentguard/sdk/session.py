@@ -29,7 +29,7 @@ class Session:
 
     def __init__(
         self, name: str, account: Account, served: Served, handles: Sequence[Handle], *, buffer: int, defaults: StepRequest,
-        on_end: Callable[[Session], None] = lambda _: None,
+        on_begin: Callable[[Session], None] = lambda _: None, on_end: Callable[[Session], None] = lambda _: None,
     ) -> None:  # fmt: skip
         self.id = name
         """The id it was opened with."""
@@ -40,6 +40,7 @@ class Session:
         self._handles = handles
         self._buffer = buffer
         self._defaults = defaults
+        self._on_begin = on_begin
         self._on_end = on_end
         self._streams: set[StepStream] = set()
         self._running: dict[str, RunningBudget] = {}
@@ -49,6 +50,7 @@ class Session:
     async def __aenter__(self) -> Self:
         await self._account.refresh()
         self._open = True
+        self._on_begin(self)
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
@@ -56,13 +58,20 @@ class Session:
 
     async def aclose(self) -> None:
         """Close the streams that still run, and wait for their ends. The session's account stays at the guard."""
-        self._open = False
-        streams = list(self._streams)
+        streams = self.stop()
         try:
-            # each in a task of its own: a caller that is cancelled here has told all of them
             await asyncio.gather(*(stream.aclose() for stream in streams))
         finally:
             self._on_end(self)
+
+    def stop(self) -> list[StepStream]:
+        """End the streams without waiting for their ends: a caller that is cancelled while it waits has told all of them. Returns
+        them."""
+        self._open = False
+        streams = list(self._streams)
+        for stream in streams:
+            stream.stop()
+        return streams
 
     # -- steps --------------------------------------------------------------------------------------------------------------------
 

@@ -89,11 +89,15 @@ class StepStream:
 
     async def aclose(self) -> None:
         """End the step, in the engine too, and wait until it has ended. May be called again."""
-        self._stop(None)
+        self.stop()
         if self._task is not None and not self._task.done():
             # waiting is all that a cancellation of the caller breaks off: the task has been told once and ends by itself, and its
             # session waits for it
             await asyncio.wait([self._task])
+
+    def stop(self) -> None:
+        """End the step without waiting for its end, as `aclose` does."""
+        self._stop(None)
 
     async def __aenter__(self) -> Self:
         self._begin()

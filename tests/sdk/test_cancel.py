@@ -185,6 +185,30 @@ async def test_cancel_where_the_step_is_read_or_served(way: str, where: tuple[st
 
 
 @pytest.mark.parametrize("way", WAYS)
+async def test_cancel_where_a_session_ends_its_streams(way: str) -> None:
+    """Two streams are left open, and the end of their session is cancelled at each of its points, from before the first on."""
+    script = Script(chat=[chunk([A, A], reasoning="aa")], hold=asyncio.Event())
+    async with rig(way, script, retries=0) as r:
+        for n in range(20):
+            s = r.guard.session(f"s{n}")
+            await s.__aenter__()
+            held = [aiter(s.stream(ASK)) for _ in range(2)]
+            for events in held:
+                await anext(events)
+            ending = asyncio.create_task(s.aclose(), name="consumer")
+            for _ in range(n):
+                await asyncio.sleep(0)
+            done = ending.done()
+            ending.cancel()
+            await asyncio.wait([ending])
+            await until(lambda: not r.inside.running and not script.streaming)
+            assert [e.error for e in r.finished[-2:]] == [CANCELLED] * 2
+            if done:
+                break
+        assert n > 1
+
+
+@pytest.mark.parametrize("way", WAYS)
 async def test_the_end_of_the_connection_is_the_end_of_everything(way: str) -> None:
     script = Script(chat=[chunk([A, A], reasoning="aa")], hold=asyncio.Event())
     async with rig(way, script) as r:

@@ -138,7 +138,8 @@ async def test_a_limit_stops_the_session_and_is_raised(way: str) -> None:
         with pytest.raises(agentguard.ActionRefusedError, match="has no step yet"):
             await s.raise_limit("steps", 5)
         events = [event for _ in range(2) async for event in s.stream(ASK)]
-        alarm = next(e for e in events if isinstance(e, agentguard.SessionAlarm))
+        at, alarm = next((i, e) for i, e in enumerate(events) if isinstance(e, agentguard.SessionAlarm))
+        assert isinstance(events[at - 1], StepSummary)
         assert (alarm.meter, alarm.value, alarm.limit) == ("steps", 2, 2)
         assert s.budget.steps_left == 0
         with pytest.raises(agentguard.SessionLimitError, match="steps is 2 of 2"):
@@ -252,7 +253,7 @@ async def test_a_wrong_target_is_named(target: Any, options: dict[str, Any], nam
 
 
 async def test_nobody_at_the_address_is_a_clear_error() -> None:
-    with pytest.raises(agentguard.EngineDiedError, match=r"gateway at http://127.0.0.1:1 is gone .*; start it, or correct the URL"):
+    with pytest.raises(agentguard.EngineDiedError, match=r"nobody answers at http://127.0.0.1:1 .*; start .* or correct the URL"):
         async with agentguard.connect("http://127.0.0.1:1/v1"):
             pass
 
