@@ -70,6 +70,9 @@ from agentguard.sdk import (
     SessionAlarm as SessionAlarm,
 )
 from agentguard.sdk import (
+    SessionBusyError as SessionBusyError,
+)
+from agentguard.sdk import (
     SessionLimitError as SessionLimitError,
 )
 from agentguard.sdk import (
@@ -95,6 +98,9 @@ from agentguard.sdk import (
 )
 from agentguard.sdk import (
     StepTimeoutError as StepTimeoutError,
+)
+from agentguard.sdk import (
+    StoreError as StoreError,
 )
 from agentguard.sdk import (
     StreamClosedError as StreamClosedError,

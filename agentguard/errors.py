@@ -6,6 +6,8 @@
     ├── StepTimeoutError   a step did not end in the time its caller gave it
     ├── StreamClosedError  a stream was read after its end, or closed while it was read
     ├── SessionLimitError  a session has used up what its recipe allows; an operator may raise the limit
+    ├── SessionBusyError   its running steps hold what is left
+    ├── BusyError          the gateway or a caller has too much running; says when to come again
     ├── ActionRefusedError an operator's action that this monitor does not take, or that found nothing to act on
     ├── EngineError        the engine did something we cannot work around
     │   ├── EngineStartError    it never became ready
@@ -81,6 +83,30 @@ class StepTimeoutError(AgentGuardError, TimeoutError):
 
 class StreamClosedError(AgentGuardError):
     """Programming error of a stream's reader."""
+
+
+class SessionBusyError(AgentGuardError):
+    """The session's running steps hold what its limit leaves; one of them has to end first."""
+
+    code = "session_busy"
+
+    def __init__(self, session: str, value: int, limit: int) -> None:
+        super().__init__(
+            f"session {session!r} has used {value} of {limit} tokens and its running steps hold the rest; send this again when "
+            f"one has ended, or give max_tokens, which leaves room for others"
+        )
+
+
+class BusyError(AgentGuardError):
+    """``status``: 429 where the caller itself is the reason, 503 where the gateway is."""
+
+    exit_code = 3
+
+    def __init__(self, status: int, code: str, message: str, retry_after_s: int) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.retry_after_s = retry_after_s
 
 
 class ActionRefusedError(AgentGuardError):

@@ -426,10 +426,11 @@ class SessionSeen(msgspec.Struct, frozen=True, kw_only=True, tag="session_seen")
 
 
 class SessionState(msgspec.Struct, frozen=True, kw_only=True):
-    """A session's account and the limits that hold now (`GET /agentguard/sessions`).
+    """A session's account and the limits that hold now (`GET /agentguard/sessions?session=ID`).
 
-    ``steps`` counts model calls, ``tokens`` and ``think_tokens`` what was generated in them, ``closes`` forced closes and ``idle``
-    the steps in a row that brought nothing. ``step_limit``, ``token_limit``: None for no limit; ``soft`` is the share of them at
+    ``steps`` counts model calls, ``tokens`` and ``think_tokens`` what was generated in them, ``closes`` forced closes, ``lost``
+    tokens that steps of a worker that died may have used besides, which limits count, and ``idle`` the steps in a row that brought
+    nothing. ``step_limit``, ``token_limit``: None for no limit; ``soft`` is the share of them at
     which the guard warns.
     """
 
@@ -438,6 +439,7 @@ class SessionState(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int = 0
     think_tokens: int = 0
     closes: int = 0
+    lost: int = 0
     step_limit: int | None = None
     token_limit: int | None = None
     soft: float = 0.8

@@ -6,7 +6,7 @@ import asyncio
 import hmac
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Coroutine, Mapping
 from contextlib import aclosing
 from typing import Any, Self, TypeVar
 
@@ -23,14 +23,17 @@ from agentguard.economics.report import report
 from agentguard.engines.base import Chunk, Stream
 from agentguard.errors import (
     AgentGuardError,
+    BusyError,
     ConfigError,
     ContextLengthError,
     EngineDiedError,
     EngineError,
     EngineRequestError,
+    SessionBusyError,
     SessionLimitError,
 )
 from agentguard.events import OperatorActed, OperatorAction, encode_json
+from agentguard.gateway.admission import Admission, Admit, Drain
 from agentguard.gateway.pages import RefusePages
 from agentguard.gateway.step_events import EVENTS_HEADER, StepEvents
 from agentguard.gateway.watch import WATCHERS, Watch, interval_of
@@ -38,10 +41,15 @@ from agentguard.identity import SESSION, Guesses, identify
 from agentguard.middleware import Guard, Reply
 from agentguard.replies import collect
 from agentguard.requests import ChatRequest
+from agentguard.store import StoreError
 from agentguard.telemetry import prometheus
 
 logger = structlog.get_logger(__name__)
 MAX_BODY_BYTES = 16 << 20
+HEALTH_ROUTES = ("/health", "/health/live", "/health/ready")
+"""Open without a key: they say how the gateway is, and nothing of whom it serves."""
+STORE_S = 2
+"""Seconds after which a store that was away may be back."""
 OPERATOR_ROUTES = ("/agentguard/sessions/limit", "/agentguard/close", "/agentguard/tts", "/agentguard/pin", "/agentguard/tails")
 TAILS, TAIL_CHARACTERS = 128, 600
 """Running traces whose latest words are shown at once, and how many of them."""
@@ -55,11 +63,17 @@ T = TypeVar("T")
 _JSON = msgspec.json.Encoder()
 
 
-def create_app(guard: Guard, *, api_key: str | None = None, operator_key: str | None = None) -> Starlette:
-    """The gateway's app. With ``api_key`` every route but /health needs it as a bearer token; with ``operator_key`` the routes that
+def create_app(
+    guard: Guard, *, api_key: str | None = None, operator_key: str | None = None, drain: Drain | None = None
+) -> Starlette:
+    """The gateway's app; ``drain`` ends it.
+
+    With ``api_key`` every route but /health needs it as a bearer token; with ``operator_key`` the routes that
     act on other people's sessions need that one instead, which agents do not have."""
 
     guesses = Guesses(guard.policy.max_sessions)
+    drain = drain or Drain()
+    admission = Admission(guard.policy.serving)
 
     async def chat(request: Request) -> Response:
         body = await _body(request)
@@ -72,14 +86,14 @@ def create_app(guard: Guard, *, api_key: str | None = None, operator_key: str | 
         try:
             if asked.stream:
                 # the first chunk is awaited here, so that a refused request gets an HTTP status instead of a broken stream
-                first = await _unless_gone(request, chunks, anext(chunks, None))
+                first = await _unless_gone(request, chunks, anext(chunks, None), drain)
                 if first is None:
                     return _CLIENT_GONE
                 include_usage = bool((asked.stream_options or {}).get("include_usage"))
                 asks = request.headers.get(EVENTS_HEADER, "") not in ("", "0", "false")
-                events = _sse(first, chunks, include_usage, told, StepEvents(guard, me, told) if asks else None)
+                events = _sse(first, chunks, include_usage, told, drain, StepEvents(guard, me, told) if asks else None)
                 return StreamingResponse(events, media_type="text/event-stream", headers=_headers(told))
-            reply = await _unless_gone(request, chunks, collect(chunks))
+            reply = await _unless_gone(request, chunks, collect(chunks), drain)
         except AgentGuardError:
             guesses.refused(who)
             raise
@@ -94,7 +108,7 @@ def create_app(guard: Guard, *, api_key: str | None = None, operator_key: str | 
 
     async def raise_limit(request: Request) -> Response:
         asked = RaiseLimit.read(await _body(request))
-        known = guard.raise_limit(asked.session, asked.meter, asked.limit)
+        known = await guard.raise_limit(asked.session, asked.meter, asked.limit)
         if known:
             acted("limit", asked.session, f"limit of {asked.meter} is {asked.limit} now")
         return JSONResponse({"known": known}, 200 if known else 404)
@@ -131,20 +145,24 @@ def create_app(guard: Guard, *, api_key: str | None = None, operator_key: str | 
         if watch_state.full():
             message = f"{WATCHERS} monitors watch already; end one, or read /agentguard/events"
             return JSONResponse({"error": {"message": message, "type": "server_error", "code": 503}}, 503)
-        return StreamingResponse(watch_state.frames(interval), media_type="text/event-stream")
+        return StreamingResponse(_while_open(watch_state.frames(interval), drain), media_type="text/event-stream")
 
     async def models(_: Request) -> Response:
         model = {"id": guard.info.model, "object": "model", "owned_by": "agentguard", "max_model_len": guard.info.max_model_len}
         return JSONResponse({"object": "list", "data": [model]})
 
     async def sessions(request: Request) -> Response:
-        """All of them, or with ``session`` that one of the caller's own, which need not have begun."""
+        """Of all workers, the latest first, as the store has them; with ``session`` that one of the caller's own with its limits,
+        which need not have begun."""
         asked = request.query_params.get("session")
-        if asked is None:
-            states = [s.state(guard.policy.limits) for s in guard.sessions]
-        else:
-            states = [guard.state(identify({**request.headers, SESSION: asked}, {}))]
-        return JSONResponse({"sessions": msgspec.to_builtins(states)})
+        if asked is not None:
+            state = await guard.account(identify({**request.headers, SESSION: asked}, {}))
+            return JSONResponse({"sessions": [msgspec.to_builtins(state)]})
+        rows = [
+            {"session": str(key), "steps": m.steps, "tokens": m.tokens, "think_tokens": m.think, "closes": m.closes, "lost": m.lost}
+            for key, m in await guard.books.store.sessions()
+        ]
+        return JSONResponse({"sessions": rows})
 
     async def events(_: Request) -> Response:
         async def lines() -> AsyncIterator[bytes]:
@@ -157,7 +175,7 @@ def create_app(guard: Guard, *, api_key: str | None = None, operator_key: str | 
                         dropped = subscription.dropped
                     yield b"data: " + encode_json(event) + b"\n\n"
 
-        return StreamingResponse(lines(), media_type="text/event-stream")
+        return StreamingResponse(_while_open(lines(), drain), media_type="text/event-stream")
 
     async def economics(_: Request) -> Response:
         return JSONResponse(report(guard.ledger))
@@ -167,6 +185,17 @@ def create_app(guard: Guard, *, api_key: str | None = None, operator_key: str | 
 
     async def health(_: Request) -> Response:
         return JSONResponse({"status": "ok"})
+
+    async def ready(_: Request) -> Response:
+        engines = {name: "away" if why else "ok" for name, why in guard.engines().items()}
+        limits, store_away = guard.policy.limits, bool(guard.books.away)
+        reasons = ["the gateway was told to end"] * drain.begun
+        reasons += ["no engine answers"] * ("ok" not in engines.values())
+        if store_away and (limits.steps is not None or limits.tokens is not None):
+            reasons.append("the session store is away, and sessions have limits")
+        state = {"ready": not reasons, "reasons": reasons, "engines": engines, "store": "away" if store_away else "ok"}
+        numbers = {"running": admission.running, "waiting": admission.waiting, "unsettled": guard.books.waiting}
+        return JSONResponse(state | numbers, 503 if reasons else 200)
 
     app = Starlette(
         routes=[
@@ -182,10 +211,14 @@ def create_app(guard: Guard, *, api_key: str | None = None, operator_key: str | 
             Route("/guard/v1/economics", economics),
             Route("/guard/v1/watch", watch),
             Route("/metrics", metrics),
-            Route("/health", health),
+            Route(HEALTH_ROUTES[0], health),
+            Route(HEALTH_ROUTES[1], health),
+            Route(HEALTH_ROUTES[2], ready),
         ],
         exception_handlers={AgentGuardError: _on_error, ClientDisconnect: _on_client_gone},
     )
+    # innermost: whoever has no key takes no turn
+    app.add_middleware(Admit, admission=admission, drain=drain, paths=("/v1/chat/completions",))
     if api_key is not None or operator_key is not None:
         app.add_middleware(RequireKey, api_key=api_key, operator_key=operator_key)
     app.add_middleware(RefusePages, keyed=api_key is not None)
@@ -272,7 +305,7 @@ class EndQuietly:
 
 
 class RequireKey:
-    """Pure-ASGI middleware: 401 without the right bearer token, compared in constant time; /health stays open."""
+    """Pure-ASGI middleware: 401 without the right bearer token, compared in constant time; `HEALTH_ROUTES` stay open."""
 
     def __init__(self, app: Any, api_key: str | None, operator_key: str | None) -> None:
         self.app = app
@@ -280,7 +313,7 @@ class RequireKey:
         self._operator = self._api if operator_key is None else f"Bearer {operator_key}".encode()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "http" and scope["path"] != "/health":
+        if scope["type"] == "http" and scope["path"] not in HEALTH_ROUTES:
             given = dict(scope["headers"]).get(b"authorization", b"")
             expected = self._operator if scope["path"] in OPERATOR_ROUTES else self._api
             if expected is not None and not hmac.compare_digest(given, expected):
@@ -294,34 +327,64 @@ class RequireKey:
 _CLIENT_GONE = Response(status_code=499)  # nobody reads it; nginx's number for a client that hung up
 
 
-async def _unless_gone(request: Request, chunks: Stream, work: Coroutine[Any, Any, T] | Awaitable[T]) -> T | None:
-    """Await ``work``, or stop it and the step behind it when the client hangs up first (then None)."""
+async def _unless_gone(request: Request, chunks: Stream, work: Coroutine[Any, Any, T] | Awaitable[T], drain: Drain) -> T | None:
+    """Await ``work``, or stop it and the step behind it when the client hangs up first (then None).
+
+    Raises BusyError when the gateway ends before it.
+    """
 
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
     working, watching = asyncio.ensure_future(work), asyncio.create_task(gone(), name="disconnect watch")
+    ending = asyncio.create_task(drain.expired.wait(), name="drain watch")
     try:
-        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
-        return working.result() if working.done() else None
+        await asyncio.wait((working, watching, ending), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        if ending.done():
+            raise Drain.error()
+        return None
     finally:
         unfinished = not working.done() or working.cancelled() or working.exception() is not None
-        for task in (working, watching):
+        for task in (working, watching, ending):
             task.cancel()
-        await asyncio.gather(working, watching, return_exceptions=True)
+        await asyncio.gather(working, watching, ending, return_exceptions=True)
         if unfinished:
             await chunks.aclose()
 
 
+async def _while_open(frames: AsyncGenerator[bytes, None], drain: Drain) -> AsyncIterator[bytes]:
+    """A stream without an end, until the gateway ends."""
+    task = asyncio.current_task()
+    assert task is not None
+    drain.watchers.add(task)
+    try:
+        async with aclosing(frames):
+            async for frame in frames:
+                yield frame
+    except asyncio.CancelledError:
+        if not drain.begun:
+            raise
+        task.uncancel()
+        yield b": the gateway ends\n\n"
+    finally:
+        drain.watchers.discard(task)
+
+
 async def _sse(
-    first: Chunk, chunks: Stream, include_usage: bool, told: Reply, tell: StepEvents | None = None
+    first: Chunk, chunks: Stream, include_usage: bool, told: Reply, drain: Drain, tell: StepEvents | None = None
 ) -> AsyncIterator[bytes]:
-    """Chunks as server-sent events; a failure in the middle ends the stream with an error event, never without a word.
+    """Chunks as server-sent events; a failure in the middle ends the stream with an error event, never without a word, and so does
+    the gateway's end.
 
     A close and notes are told in a comment, which every client skips that does not look for it; a client that asked for them gets
     the step's events among its chunks (`StepEvents`).
     """
+    task = asyncio.current_task()
+    assert task is not None
+    drain.streams.add(task)
     async with aclosing(chunks):
         try:
             for part in tell.begin() if tell else ():
@@ -334,6 +397,12 @@ async def _sse(
                     yield _data(tell.standing(chunk) if tell else chunk)
             for part in tell.end() if tell else ():
                 yield part
+        except asyncio.CancelledError:
+            if not drain.expired.is_set():
+                raise
+            task.uncancel()
+            yield _data(_error_body(Drain.error()))
+            return
         except AgentGuardError as error:
             logger.warning("stream_failed", error=str(error))
             for part in tell.news() if tell else ():
@@ -346,6 +415,8 @@ async def _sse(
                 {"error": {"message": "internal error of the gateway; its log says more", "type": "server_error", "code": 500}}
             )
             return
+        finally:
+            drain.streams.discard(task)
     if told.closed or told.notes:
         yield f": agentguard closed={told.closed or 'no'} notes={','.join(told.notes)}\n\n".encode()
     yield b"data: [DONE]\n\n"
@@ -373,8 +444,12 @@ async def _body(request: Request) -> dict[str, Any]:
 def _status(error: AgentGuardError) -> int:
     if isinstance(error, ConfigError):
         return 400
-    if isinstance(error, SessionLimitError):
+    if isinstance(error, SessionLimitError | SessionBusyError):
         return 429
+    if isinstance(error, BusyError):
+        return error.status
+    if isinstance(error, StoreError):
+        return 503
     if isinstance(error, EngineRequestError):
         return error.status
     if isinstance(error, EngineDiedError):
@@ -407,6 +482,10 @@ def _retry(error: AgentGuardError) -> dict[str, str]:
         return {"retry-after": str(PAUSED_S), "x-should-retry": "false"}
     if isinstance(error, ContextLengthError):
         return {"x-should-retry": "false"}
+    if isinstance(error, SessionBusyError | StoreError):
+        return {"retry-after": str(STORE_S)}
+    if isinstance(error, BusyError):
+        return {"retry-after": str(error.retry_after_s)}
     if isinstance(error, EngineDiedError):
         return {"retry-after": str(RESTART_S)}
     if isinstance(error, EngineRequestError) and (error.retry_after or error.status == 503):

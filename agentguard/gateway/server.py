@@ -5,22 +5,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import uvicorn
 
 from agentguard.engines.openai_http import OpenAIEngine
+from agentguard.engines.pool import EnginePool
 from agentguard.engines.vllm_process import VllmProcess, vllm_process
 from agentguard.errors import ConfigError, EngineDiedError, EngineError
+from agentguard.gateway.admission import Drain
 from agentguard.gateway.app import create_app
 from agentguard.middleware import Guard
 from agentguard.policy import Policy
-from agentguard.store.kept import economics
+from agentguard.store.kept import economics, session_books
 from agentguard.tasks import owned_task
 from agentguard.telemetry.engine_source import engine_source
 from agentguard.telemetry.hub import Hub
+
+LAST_WORD_S = 2.0
+"""For the last events of streams that had no time left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +57,10 @@ async def serve_stack(
         async with vllm_process(policy) as engine:
             client = OpenAIEngine(engine.url, api_key=engine.api_key)
             try:
-                async with engine_source(hub, engine.telemetry), economics(policy, hub.publish) as ledger:
-                    guard = await Guard.open(client, policy, hub, ledger=ledger)
+                async with (
+                    engine_source(hub, engine.telemetry), economics(policy, hub.publish) as ledger, session_books(policy) as books
+                ):  # fmt: skip
+                    guard = await Guard.open(client, policy, hub, ledger=ledger, books=books)
                     with hub.sink(guard.observe):
                         async with gateway(guard, listener, api_key=api_key, operator_key=operator_key) as url:
                             yield Stack(engine, guard, hub, url)
@@ -63,51 +70,95 @@ async def serve_stack(
 
 @asynccontextmanager
 async def serve_upstream(
-    policy: Policy | None, url: str, *, key: str | None = None, host: str = "127.0.0.1", port: int = 0, api_key: str | None = None,
-    operator_key: str | None = None, hub: Hub | None = None,
+    policy: Policy | None, url: str | Sequence[str], *, key: str | None = None, host: str = "127.0.0.1", port: int = 0,
+    api_key: str | None = None, operator_key: str | None = None, hub: Hub | None = None, store: str | None = None,
 ) -> AsyncIterator[tuple[Guard, str]]:  # fmt: skip
     """The gateway in front of a server that runs already: any that speaks OpenAI's chat completions, with our plugin or without.
+    Several URLs of servers of one model make a pool: sessions are spread over them, and go on elsewhere when one is away.
 
     policy: None takes the server's model with the defaults; its ``engine.max_model_len`` is the window of a server that does not
-    state one. Yields the guard and the gateway's URL. Raises EngineDiedError when nobody answers at ``url``.
+    state one; ``store``: of its sessions, where the policy names none. Yields the guard and the gateway's URL.
+
+    Raises EngineDiedError when nobody answers at any ``url``.
     """
-    hub = hub or Hub()
     with bind(host, port) as listener:
-        client = OpenAIEngine(url, api_key=key, window=policy.engine.max_model_len if policy else None)
-        try:
-            policy = policy or Policy(model=(await client.info()).model)
-            async with economics(policy, hub.publish) as ledger:
-                guard = await Guard.open(client, policy, hub, ledger=ledger)
-                async with gateway(guard, listener, api_key=api_key, operator_key=operator_key) as address:
-                    yield guard, address
-        finally:
-            await client.aclose()
+        async with (
+            guarded(policy, [url] if isinstance(url, str) else url, key=key, hub=hub, store=store) as guard,
+            gateway(guard, listener, api_key=api_key, operator_key=operator_key) as address,
+        ):
+            yield guard, address
+
+
+@asynccontextmanager
+async def guarded(
+    policy: Policy | None, urls: Sequence[str], *, key: str | None = None, hub: Hub | None = None, store: str | None = None
+) -> AsyncIterator[Guard]:
+    """A guard in front of servers that run already; see `serve_upstream`."""
+    hub = hub or Hub()
+    window = policy.engine.max_model_len if policy else None
+    pool = EnginePool([OpenAIEngine(url, name=f"engine-{i}", api_key=key, window=window) for i, url in enumerate(urls)])
+    try:
+        policy = policy or Policy(model=(await pool.info()).model)
+        if store is not None and policy.store.url is None:
+            policy = policy.model_copy(update={"store": policy.store.model_copy(update={"url": store})})
+        async with economics(policy, hub.publish) as ledger, session_books(policy) as books:
+            guard = await Guard.open(pool, policy, hub, ledger=ledger, books=books)
+            async with pool.watched():
+                yield guard
+    finally:
+        await pool.aclose()
 
 
 @asynccontextmanager
 async def gateway(
-    guard: Guard, listener: socket.socket, *, api_key: str | None = None, operator_key: str | None = None
+    guard: Guard, listener: socket.socket, *others: socket.socket, api_key: str | None = None, operator_key: str | None = None
 ) -> AsyncIterator[str]:
-    """The gateway as a server in this event loop, on a bound socket; yields its URL."""
+    """The gateway as a server in this event loop, on bound sockets; yields the first one's URL.
+
+    At the end of the block nothing new is taken on, running steps may go on for the policy's ``drain_s``, and those that are left
+    end with an error that says so.
+    """
+    drain, serving = Drain(), guard.policy.serving
     config = uvicorn.Config(
-        create_app(guard, api_key=api_key, operator_key=operator_key),
+        create_app(guard, api_key=api_key, operator_key=operator_key, drain=drain),
         log_level="warning",
         access_log=False,
-        timeout_graceful_shutdown=5,
         timeout_keep_alive=75,  # agents think and run tools between two steps; uvicorn's 5 s would close under them
     )
     server = _Server(config)
-    async with owned_task(server.serve(sockets=[listener]), "gateway") as task:
+    for one in (listener, *others):
+        give_up_after(one, serving.send_s)
+    async with owned_task(server.serve(sockets=[listener, *others]), "gateway") as task:
         while not server.started and not task.done():  # noqa: ASYNC110  # uvicorn sets a flag, no event
             await asyncio.sleep(0.02)
         if task.done():
             raise EngineError("the gateway ended while starting; its log says why")
-        host, port = listener.getsockname()[:2]
         try:
-            yield f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+            yield url_of(listener)
         finally:
+            drain.begin()
             server.should_exit = True
-            await asyncio.wait([task], timeout=10)
+            await asyncio.wait([task], timeout=serving.drain_s)
+            drain.expire()
+            await asyncio.wait([task], timeout=LAST_WORD_S)
+            for connection in list(server.server_state.connections):  # of clients that take not even that
+                connection.transport.abort()  # type: ignore[union-attr]
+            server.force_exit = True
+            await asyncio.wait([task], timeout=LAST_WORD_S)
+
+
+def url_of(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def give_up_after(listener: socket.socket, seconds: float) -> None:
+    """Connections on which a peer takes nothing for so long, or from which it has vanished, are ended by the kernel: a slow client
+    costs one connection and its buffers, not for ever, and no timer a chunk. Other systems than Linux have keep-alive alone."""
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (("TCP_USER_TIMEOUT", seconds * 1000), ("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3)):
+        if hasattr(socket, option):  # accepted sockets inherit them
+            listener.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), max(1, int(value)))
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -12,6 +12,7 @@ from agentguard.errors import (
     EngineError,
     EngineRequestError,
     EngineStartError,
+    SessionBusyError,
     SessionLimitError,
     StepTimeoutError,
     StreamClosedError,
@@ -36,6 +37,7 @@ from agentguard.sdk.request import StepRequest
 from agentguard.sdk.retries import RetryBusy, RetryCuts
 from agentguard.sdk.session import Session
 from agentguard.sdk.stream import StepStream
+from agentguard.store import StoreError
 
 __all__ = [
     "ActionRefusedError",
@@ -61,6 +63,7 @@ __all__ = [
     "RunningBudget",
     "Session",
     "SessionAlarm",
+    "SessionBusyError",
     "SessionLimitError",
     "SessionState",
     "StepEvent",
@@ -70,6 +73,7 @@ __all__ = [
     "StepStream",
     "StepSummary",
     "StepTimeoutError",
+    "StoreError",
     "StreamClosedError",
     "ThinkDelta",
     "ToolArgumentsError",

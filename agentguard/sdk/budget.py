@@ -63,8 +63,8 @@ class Budget:
 
     @property
     def tokens_left(self) -> int | None:
-        """Tokens until the session is stopped (a running step is not cut by it); None for no limit."""
-        return None if self.state.token_limit is None else max(0, self.state.token_limit - self.tokens)
+        """Tokens until the session is stopped; None for no limit."""
+        return None if self.state.token_limit is None else max(0, self.state.token_limit - self.tokens - self.state.lost)
 
     @property
     def fill(self) -> float | None:

@@ -208,12 +208,13 @@ def _engine_source() -> Any:
 async def _guarded(stack: AsyncExitStack, engine: Engine, policy: Policy | None, hub: Hub | None) -> LocalBackend:
     """A guard in this process around an engine."""
     from agentguard.middleware import Guard
-    from agentguard.store.kept import economics
+    from agentguard.store.kept import economics, session_books
     from agentguard.telemetry.hub import Hub
 
     hub = hub or Hub()
     policy = policy or Policy(model=(await engine.info()).model)
     ledger = await stack.enter_async_context(economics(policy, hub.publish))
-    guard = await Guard.open(engine, policy, hub, ledger=ledger)
+    books = await stack.enter_async_context(session_books(policy))
+    guard = await Guard.open(engine, policy, hub, ledger=ledger, books=books)
     stack.enter_context(hub.sink(guard.observe))
     return LocalBackend(guard)

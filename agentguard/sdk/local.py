@@ -6,7 +6,18 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from agentguard.economics.report import report
-from agentguard.events import ArmReport, Event, Meter, SessionAlarm, SessionState, StepFinished, arm_reports
+from agentguard.events import (
+    ArmReport,
+    CompactionAdvised,
+    Event,
+    Meter,
+    SessionAlarm,
+    SessionState,
+    StepFinished,
+    StepStarted,
+    TraceClosed,
+    arm_reports,
+)
 from agentguard.identity import AGENT, SESSION, Identity, identify
 from agentguard.middleware import Guard, Reply, economics_of
 from agentguard.sdk.backend import Served
@@ -34,20 +45,23 @@ class LocalAccount:
         body = request.body() | {"return_token_ids": False}
         async with aclosing(self._guard.stream(body, self._identity, side=request.side, reply=reply)) as chunks:
             async for chunk in chunks:
-                for event in _drained(reply):
-                    yield event  # type: ignore[misc]  # what the guard publishes while a step runs are events of its stream
+                for told in _drained(reply):
+                    if isinstance(told, StepStarted | CompactionAdvised | TraceClosed):
+                        yield told
                 for event in reader.feed(chunk, Standing(reply.think, reply.answer, reply.think_cap)):
                     yield event
         economics = economics_of(self._guard.ledger, reply)
-        finished, *alarms = (event for event in _drained(reply) if isinstance(event, StepFinished | SessionAlarm))
-        assert isinstance(finished, StepFinished)  # the guard ends every step it has begun with its accounts
+        last = _drained(reply)
+        # the guard ends every step it has begun with its accounts
+        finished = next(event for event in last if isinstance(event, StepFinished))
         yield reader.summary(finished)
-        for alarm in alarms:
-            yield alarm
+        for told in last:
+            if isinstance(told, SessionAlarm):
+                yield told
         yield Economics(workload=finished.workload, arm=finished.arm, rows=economics.rows)
 
     async def refresh(self) -> None:
-        """Nothing to do: the state is the guard's own."""
+        await self._guard.account(self._identity)
 
     async def close(self, request_id: str, why: str) -> int:
         if request_id:
@@ -55,7 +69,7 @@ class LocalAccount:
         return self._guard.close(session=str(self._identity), why=why)
 
     async def raise_limit(self, meter: Meter, limit: int) -> bool:
-        return self._guard.raise_limit(str(self._identity), meter, limit)
+        return await self._guard.raise_limit(str(self._identity), meter, limit)
 
 
 def _drained(reply: Reply) -> list[Event]:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import httpx2
 import msgspec
 
-from agentguard import errors
 from agentguard.engines.http import http_client
 from agentguard.errors import (
     AgentGuardError,
@@ -19,6 +18,7 @@ from agentguard.errors import (
     EngineDiedError,
     EngineError,
     EngineRequestError,
+    SessionBusyError,
     SessionLimitError,
 )
 from agentguard.events import (
@@ -40,6 +40,7 @@ from agentguard.sdk.chunks import ChunkReader, Standing
 from agentguard.sdk.events import Economics
 from agentguard.sdk.middleware import Events
 from agentguard.sdk.request import StepRequest
+from agentguard.store import StoreError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -50,6 +51,10 @@ EVENT, STATE = "agentguard", "agentguard-session"
 T = TypeVar("T")
 MAX_EVENT_BYTES = 8 << 20
 _JSON = msgspec.json.Decoder()
+_AS_THEY_ARE: tuple[type[AgentGuardError], ...] = (
+    ConfigError, ContextLengthError, SessionLimitError, SessionBusyError, StoreError, EngineDiedError, EngineError,
+)  # fmt: skip
+"""Errors of a gateway that are raised here as they were there."""
 
 
 class RemoteBackend:
@@ -225,10 +230,10 @@ def refusal(status: int, text: str, retry_after: str | None = None) -> AgentGuar
         message, name = str(told["message"]), told.get("agentguard", "")
     except (ValueError, KeyError, TypeError):
         told, message, name = {}, text[:500] or f"HTTP status {status}", ""
-    kind = getattr(errors, name, None) if isinstance(name, str) else None
+    kind = next((kind for kind in _AS_THEY_ARE if kind.__name__ == name), None)
     if status in (401, 403):
         return EngineRequestError(status, f"{message}; give the key as connect(…, api_key=…), an operator's as operator_key=…")
-    if kind in (ConfigError, ContextLengthError, SessionLimitError, EngineDiedError, EngineError):
+    if kind is not None:
         error: AgentGuardError = kind.__new__(kind, message)  # its message is whole, and its parts are not sent
         if isinstance(error, ConfigError):
             error.field, error.value, error.remedy = str(told.get("param", "")), None, message

@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Collection
 from contextlib import aclosing
 
-from agentguard.errors import ConfigError, EngineDiedError, EngineRequestError, nearest
+from agentguard.errors import ConfigError, EngineDiedError, EngineRequestError, SessionBusyError, nearest
 from agentguard.events import Note
 from agentguard.sdk.events import Retried, StepSummary
 from agentguard.sdk.middleware import CallNext, Events, Middleware
@@ -81,7 +81,8 @@ class RetryCuts(Middleware):
 
 
 class RetryBusy(Middleware):
-    """Wait and try again where the engine is gone, restarting or overloaded, as long as nothing of the step was told.
+    """Wait and try again where the engine is gone, restarting or overloaded, or the session's running steps hold what its limit
+    leaves, as long as nothing of the step was told.
 
     ``attempts``: how often at most; the waits are 0.5, 1, 2 … seconds times a random 0.5 to 1, or what the server asks for, and
     30 s at most. A session at its limit is not tried again: that waits for a person.
@@ -103,18 +104,18 @@ class RetryBusy(Middleware):
                         told = True
                         yield event
                 return
-            except (EngineDiedError, EngineRequestError) as error:
+            except (EngineDiedError, EngineRequestError, SessionBusyError) as error:
                 if told or attempt == self._attempts or not _passes(error):
                     raise
                 wait = _asked_wait(error) or self._first_s * 2**attempt * random.uniform(0.5, 1.0)
             await asyncio.sleep(min(wait, LONGEST_S))
 
 
-def _passes(error: EngineDiedError | EngineRequestError) -> bool:
-    return isinstance(error, EngineDiedError) or error.status in BUSY
+def _passes(error: EngineDiedError | EngineRequestError | SessionBusyError) -> bool:
+    return not isinstance(error, EngineRequestError) or error.status in BUSY
 
 
-def _asked_wait(error: EngineDiedError | EngineRequestError) -> float | None:
+def _asked_wait(error: Exception) -> float | None:
     """Seconds the server asks to wait; a date is not read."""
     text = getattr(error, "retry_after", None) or ""
     return float(text) if text.replace(".", "", 1).isdigit() else None
