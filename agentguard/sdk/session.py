@@ -121,6 +121,8 @@ class Session:
             async with aclosing(self._account.step(request)) as events:
                 async for event in events:
                     if isinstance(event, StepStarted):
+                        if mine is not None:  # an engine of a pool was gone, and another one takes over
+                            self._running.pop(mine.request, None)
                         stream.request_id, self._context = event.request, event.prompt_tokens
                         mine = RunningBudget(event.request, event.step, event.prompt_tokens, event.budget, event.think_cap)
                     elif mine is not None and isinstance(event, ThinkDelta):

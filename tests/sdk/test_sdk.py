@@ -21,7 +21,9 @@ from agentguard import (
     ToolCall,
     TraceClosed,
 )
-from tests.scripted import END, STOP, USAGE, A, B, Script, chunk, text_chunk, thinking
+from agentguard.engines.openai_http import OpenAIEngine
+from agentguard.engines.pool import EnginePool
+from tests.scripted import END, STOP, USAGE, A, B, Script, chunk, text_chunk, thinking, upstream
 from tests.sdk.conftest import ASK, THINKS_AND_ANSWERS, WAYS, rig, until
 
 every_way = pytest.mark.parametrize("way", WAYS)
@@ -532,3 +534,22 @@ async def test_a_busy_engine_is_asked_again_and_a_stopped_session_is_not(way: st
         with pytest.raises(agentguard.SessionLimitError):
             await s.complete(ASK)
         assert len(script.seen) == before
+
+
+async def test_a_step_that_moves_to_another_engine_is_one_stream() -> None:
+    """Of a pool one engine breaks off before its first chunk; what the step had begun there is not left in the budget."""
+    broken, well = Script(chat=[], hang_up=True), Script(chat=list(THINKS_AND_ANSWERS))
+    async with upstream(broken) as first, upstream(well) as second:
+        pool = EnginePool([OpenAIEngine(url, name=name) for name, url in (("broken", first), ("well", second))])
+        moved = 0
+        async with agentguard.connect(pool, policy={"model": "scripted"}, retries=0) as guard:
+            for n in range(8):
+                async with guard.session(f"s{n}") as s:
+                    events = [event async for event in s.stream(ASK)]
+                    started = [e for e in events if isinstance(e, StepStarted)]
+                    moved += len(started) == 2
+                    assert isinstance(events[-2], StepSummary)
+                    assert (events[-2].content, events[-2].accounts.request) == ("bb", started[-1].request)
+                    assert (s.budget.running, s.budget.tokens) == ((), 7)
+        assert moved
+        await pool.aclose()
