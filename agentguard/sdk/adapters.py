@@ -69,8 +69,9 @@ class _Guards:
     def __init__(self, engine: Callable[[str], FunctionEngine], policy: Policy | dict[str, Any] | None, hub: Hub | None) -> None:
         if isinstance(policy, dict):
             policy = parse({"model": "", **policy})
-        if policy is not None and policy.economics.store is not None:
-            raise ConfigError("economics.store", policy.economics.store, "is not kept by wrap; use connect, or leave it out")
+        store = None if policy is None else policy.economics.store or policy.store.url
+        if store is not None:
+            raise ConfigError("store", store, "is not kept by wrap; use connect, or leave it out")
         self._engine = engine
         self._policy = policy
         self._hub = hub or Hub()

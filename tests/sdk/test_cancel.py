@@ -12,13 +12,15 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
+import openai
 import pytest
 
 import agentguard
 from agentguard.economics.cells import CANCELLED
 from agentguard.engines.openai_http import OpenAIEngine
-from agentguard.events import StepFinished, StepStarted
-from tests.scripted import END, STOP, USAGE, A, B, Script, chunk, text_chunk
+from agentguard.events import Event, StepFinished, StepStarted
+from agentguard.telemetry.hub import Hub
+from tests.scripted import END, STOP, USAGE, A, B, Script, chunk, text_chunk, upstream
 from tests.sdk.conftest import ASK, WAYS, Rig, rig, until
 from tests.sdk.suspensions import cancelled_at, cancelled_at_others
 
@@ -221,3 +223,36 @@ async def test_the_end_of_the_connection_is_the_end_of_everything(way: str) -> N
     assert r.finished[0].error == CANCELLED
     with pytest.raises(agentguard.StreamClosedError):
         await anext(events)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("script", SCRIPTS)
+async def test_cancel_a_wrapped_client_at_every_point(script: str, stream: bool) -> None:
+    """Here the consumer reads the engine itself, so its points are those of the guard and of openai's client."""
+    events: list[Event] = []
+    hub, scripted = Hub(), SCRIPTS[script]()
+    async with upstream(scripted) as url, openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="k", max_retries=0) as client:
+        guarded = agentguard.wrap(client, hub=hub)
+
+        async def call(n: int = 0) -> None:
+            headers = {"x-session-id": f"s{n}"}
+            reply = await guarded.chat.completions.create(model="scripted", messages=ASK, stream=stream, extra_headers=headers)
+            if stream:
+                async for _ in reply:
+                    pass
+
+        await call()
+        with hub.sink(events.append):
+            for n in range(1, 100):
+                cancelled = await cancelled_at(call(n), n)
+                await until(lambda: scripted.streaming == 0 and busy(client._client) == 0)
+                started, finished = ([e for e in events if isinstance(e, kind)] for kind in (StepStarted, StepFinished))
+                assert len(started) == len(finished)
+                assert {e.error for e in finished if cancelled} <= {"", CANCELLED}
+                events.clear()
+                if not cancelled:
+                    break
+        assert not cancelled
+        assert n > 8
+        await client.close()
+    assert [t for t in asyncio.all_tasks() if "consumer" in t.get_name()] == []

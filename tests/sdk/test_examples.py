@@ -98,8 +98,7 @@ async def test_lambda_watch(two_arms: str) -> None:
 @pytest.mark.engine
 @pytest.mark.timeout(400)
 async def test_an_engine_in_the_programs_own_process() -> None:
-    """The example, and cancellations at every event with its engine (in_process_program.py): one start for both. torch and vLLM warn
-    about themselves."""
+    """The example, and cancellations at every event with its engine (in_process_program.py): one start for both."""
     out = await run(
         str(ROOT / "tests" / "sdk" / "in_process_program.py"), warnings="default"
     )  # torch and vLLM warn about themselves
