@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-import agentguard
 from agentguard.engines.openai_http import OpenAIEngine
-from agentguard.events import StepFinished, VerificationStep
+from agentguard.events import VerificationStep
 from agentguard.gateway.server import bind, gateway
 from agentguard.middleware import Guard
 from agentguard.policy import Economics
@@ -108,33 +107,6 @@ async def test_an_engine_in_the_programs_own_process() -> None:
     assert all(0 < int(accepted) <= int(drafted) for _, _, accepted, drafted in counted)
     assert "closed at its budget of 6: 6 think tokens, answer '" in out
     assert out.endswith("nothing is left behind\n")
-
-
-@pytest.mark.engine
-@session_loop
-async def test_leaving_a_stream_at_each_event_ends_it_in_a_real_engine(running: RunningStack) -> None:
-    engine = OpenAIEngine(running.stack.engine.url, api_key=running.stack.engine.api_key)
-
-    async def at_work() -> float:
-        text = await engine.metrics() or ""
-        return sum(float(n) for n in re.findall(r"^vllm:num_requests_(?:running|waiting){.*} (\S+)$", text, re.MULTILINE))
-
-    mark = len(running.events)
-    async with agentguard.connect(running.stack.url) as guard:
-        for n in range(1, 11):
-            async with guard.session(f"left-{n}") as s:
-                seen = 0
-                async for _ in s.stream("a=47;b=a+8;c=b-3;d=c+9;e=d-2;?e", max_tokens=600, temperature=1.0):
-                    seen += 1
-                    if seen == n:
-                        break
-                async with asyncio.timeout(10):
-                    while await at_work() or running.stack.guard.running:
-                        await asyncio.sleep(0.02)
-                budget = await s.refresh()
-                (step,) = [e for e in running.events[mark:] if isinstance(e, StepFinished) and e.session == s.id]
-                assert (budget.steps, budget.tokens, budget.think_tokens) == (1, step.tokens, step.think_tokens)
-    await engine.aclose()
 
 
 async def test_the_agent_loop_with_calls() -> None:
