@@ -31,8 +31,8 @@ from agentguard.errors import AgentGuardError, EngineDiedError, EngineRequestErr
 from agentguard.policy import Policy
 
 URL = "http://in-process"
-_NOT_HERE = ("VLLM_API_KEY", "LD_PRELOAD")
-"""A key for routes nobody else can reach, and what acts only on a process that is just beginning."""
+_KEY = "VLLM_API_KEY"
+"""Not here: nobody else can reach the routes."""
 
 
 class InProcessEngine(OpenAIEngine):
@@ -124,11 +124,15 @@ def _parsed(flags: list[str]) -> tuple[Namespace, Any]:
 @contextmanager
 def _environment(wanted: Mapping[str, str]) -> Iterator[None]:
     """The variables while the block runs; then as they were."""
-    changed = {k: v for k, v in wanted.items() if k not in _NOT_HERE and os.environ.get(k) != v}
-    # as vLLM's own server does; a fork would take this loop's threads and sockets along
-    changed.setdefault("VLLM_WORKER_MULTIPROC_METHOD", os.environ.get("VLLM_WORKER_MULTIPROC_METHOD", "spawn"))
+    # spawn, as vLLM's own server has it: a fork would take this loop's threads and sockets along; and stdout is the program's own
+    defaults = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
+    changed = {
+        k: v for k, v in {**defaults, **wanted}.items() if os.environ.get(k) != v and not (k in defaults and k in os.environ)
+    }
+    changed[_KEY] = ""
     before = {k: os.environ.get(k) for k in changed}
     os.environ.update(changed)
+    del os.environ[_KEY]
     try:
         yield
     finally:

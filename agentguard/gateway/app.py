@@ -405,7 +405,7 @@ async def _sse(
             return
         except AgentGuardError as error:
             logger.warning("stream_failed", error=str(error))
-            for part in tell.news() if tell else ():
+            for part in tell.failed() if tell else ():
                 yield part
             yield _data(_error_body(error))
             return

@@ -44,6 +44,10 @@ class StepEvents:
         economics = encode_json(economics_of(self._guard.ledger, self._told))
         return [*self.news(), _named(EVENT, economics), self._state()]
 
+    def failed(self) -> list[bytes]:
+        """Before the error that ends the stream."""
+        return [*self.news(), self._state()]
+
     def standing(self, chunk: Chunk) -> Chunk:
         """The chunk with where the step stands, in tokens."""
         told = self._told

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -13,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from agentguard.engines import asgi
+from agentguard.engines import asgi, vllm_inprocess
 from agentguard.engines.asgi import AsgiTransport
 from agentguard.engines.http import http_client
 from tests.sdk.conftest import until
@@ -142,3 +143,18 @@ async def test_an_answer_of_an_engine_that_is_gone_is_a_broken_connection(log: L
         gone = True
         with pytest.raises(httpx2.ReadError, match="engine behind the app is gone"):
             await client.get("/no")
+
+
+def test_the_environment_of_an_engine_in_this_process_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is set by the user stays, but for a key, which the app would ask us for."""
+    for name, value in (("VLLM_API_KEY", "mine"), ("VLLM_LOGGING_STREAM", "ext://sys.stdout"), ("VLLM_PLUGINS", "")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("VLLM_WORKER_MULTIPROC_METHOD", raising=False)
+    monkeypatch.delenv("AG_NEW", raising=False)
+    before = dict(os.environ)
+    with vllm_inprocess._environment({"VLLM_API_KEY": "", "VLLM_PLUGINS": "agentguard", "AG_NEW": "1"}):
+        assert "VLLM_API_KEY" not in os.environ
+        wanted = {"VLLM_PLUGINS": "agentguard", "AG_NEW": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+        assert {name: os.environ[name] for name in wanted} == wanted
+        assert os.environ["VLLM_LOGGING_STREAM"] == "ext://sys.stdout"
+    assert dict(os.environ) == before

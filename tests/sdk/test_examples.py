@@ -106,7 +106,7 @@ async def test_an_engine_in_the_programs_own_process() -> None:
     assert [rule.split(":")[0] for rule, *_ in counted] in (["strict", "cactus"], ["strict", "strict"])
     assert all(0 < int(accepted) <= int(drafted) for _, _, accepted, drafted in counted)
     assert "closed at its budget of 6: 6 think tokens, answer '" in out
-    assert out.endswith("nothing is left behind\n")
+    assert "nothing is left behind\n" in out
 
 
 async def test_the_agent_loop_with_calls() -> None:

@@ -179,7 +179,7 @@ async def test_errors_are_the_same_everywhere(way: str) -> None:
         with pytest.raises(agentguard.EngineDiedError):
             await read()
         assert told == [StepStarted, ThinkDelta]
-        assert s.budget.running == ()
+        assert (s.budget.running, s.budget.steps, s.budget.think_tokens, s.budget.complete) == ((), 1, 1, True)
         assert r.finished[0].error
 
 
