@@ -13,7 +13,6 @@ from typing import Any
 
 import uvicorn
 
-from agentguard.economics.ledger import Ledger, ledger_of, setup_of
 from agentguard.engines.openai_http import OpenAIEngine
 from agentguard.engines.pool import EnginePool
 from agentguard.engines.vllm_process import VllmProcess, vllm_process
@@ -22,10 +21,7 @@ from agentguard.gateway.admission import Drain
 from agentguard.gateway.app import create_app
 from agentguard.middleware import Guard
 from agentguard.policy import Policy, ServingLimits, parse
-from agentguard.store import open_store
-from agentguard.store.books import Books
-from agentguard.store.sessions import MemorySessions, open_sessions
-from agentguard.store.sync import synced
+from agentguard.store.kept import economics, session_books
 from agentguard.tasks import owned_task
 from agentguard.telemetry.engine_source import engine_source
 from agentguard.telemetry.hub import Hub
@@ -67,7 +63,7 @@ async def serve_stack(
             client = OpenAIEngine(engine.url, api_key=engine.api_key)
             try:
                 async with (
-                    engine_source(hub, engine.telemetry), economics(policy, hub) as ledger, session_books(policy) as books
+                    engine_source(hub, engine.telemetry), economics(policy, hub.publish) as ledger, session_books(policy) as books
                 ):  # fmt: skip
                     guard = await Guard.open(client, policy, hub, ledger=ledger, books=books)
                     with hub.sink(guard.observe):
@@ -118,38 +114,12 @@ async def guarded(
             policy = given if policy and "model" in policy else given.model_copy(update={"model": (await pool.info()).model})
         if store is not None and policy.store.url is None:
             policy = policy.model_copy(update={"store": policy.store.model_copy(update={"url": store})})
-        async with economics(policy, hub) as ledger, session_books(policy) as books:
+        async with economics(policy, hub.publish) as ledger, session_books(policy) as books:
             guard = await Guard.open(pool, policy, hub, ledger=ledger, books=books)
             async with pool.watched():
                 yield guard
     finally:
         await pool.aclose()
-
-
-@asynccontextmanager
-async def session_books(policy: Policy) -> AsyncIterator[Books]:
-    """The policy's sessions, in its store or in memory, while the block runs. Raises StoreError when the store is not there."""
-    options = policy.store
-    if options.url is None:
-        yield Books(MemorySessions(policy.max_sessions))
-        return
-    async with open_sessions(options.url, options.sessions_per_caller) as store:
-        books = Books(store, lease_s=options.lease_s, retention_s=options.retention_days * 86_400)
-        async with books.open():
-            yield books
-
-
-@asynccontextmanager
-async def economics(policy: Policy, hub: Hub) -> AsyncIterator[Ledger]:
-    """The policy's ledger, kept in its store while the block runs. Raises ConfigError, and StoreError when the store is not
-    there."""
-    ledger = await asyncio.to_thread(ledger_of, policy, on_event=hub.publish)
-    url = policy.economics.store or policy.store.url
-    if url is None:
-        yield ledger
-        return
-    async with open_store(url) as store, synced(ledger, store, setup_of(policy)):
-        yield ledger
 
 
 @asynccontextmanager
