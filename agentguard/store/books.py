@@ -7,6 +7,7 @@ store has it. While the store is away a reservation fails at once: whether the s
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine
@@ -15,8 +16,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import structlog
-
+from agentguard.errors import loggable
 from agentguard.store import StoreError, StoreRefusedError
 from agentguard.store.accounts import Ask, Grant, Key, Refusal, Settlement
 from agentguard.store.sessions import MemorySessions, SessionStore
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
 T = TypeVar("T")
-logger = structlog.get_logger(__name__)
+logger = logging.getLogger(__name__)
 PATIENCE_S = 5.0
 """How long a step waits for the store."""
 SETTLED_S = 1.0
@@ -103,7 +103,9 @@ class Books:
             _, oldest = self._queue.popitem(last=False)
             oldest.done.set()
             if not self.given_up:
-                logger.error("settlements_given_up", waiting=QUEUE, remedy="the store is away for too long; see its log")
+                logger.error(
+                    "settlements_given_up", extra={"waiting": QUEUE, "remedy": "the store is away for too long; see its log"}
+                )
             self.given_up += 1
         self._wake.set()
         return posted.done
@@ -123,7 +125,7 @@ class Books:
                         while self._queue:
                             await next(iter(self._queue.values())).done.wait()
                 except TimeoutError:
-                    logger.error("settlements_lost", waiting=len(self._queue), store=self.away)
+                    logger.error("settlements_lost", extra={"waiting": len(self._queue), "store": self.away})
 
     async def _settle(self) -> None:
         while True:
@@ -137,7 +139,7 @@ class Books:
                     numbers = await _within(PATIENCE_S, work)
                 except StoreRefusedError as error:
                     if size == 1:  # the others must not wait for it for ever
-                        logger.error("settlement_refused", session=str(batch[0].key), error=str(error))
+                        logger.error("settlement_refused", extra={"session": str(batch[0].key), "error": loggable(error)})
                         self._queue.pop(batch[0].settlement.step, None)
                         self.given_up += 1
                         batch[0].done.set()
@@ -168,22 +170,23 @@ class Books:
                     if abs(jumped - passed) < SWEEP_S:
                         await _within(PATIENCE_S, self.store.sweep(self._retention_s))
                     else:  # every session would look old after a leap of the clock
-                        logger.warning("clock_jumped", seconds=round(jumped - passed), remedy="no session is swept this time")
+                        remedy = "no session is swept this time"
+                        logger.warning("clock_jumped", extra={"seconds": round(jumped - passed), "remedy": remedy})
             except Exception as error:
                 self._failed(error)
 
     def _failed(self, error: Exception) -> StoreError:
         reason = f"the store did not answer within {PATIENCE_S:g} s" if isinstance(error, TimeoutError) else str(error)
         if not isinstance(error, StoreError | TimeoutError):
-            logger.error("session_store_failed", error=repr(error))
+            logger.error("session_store_failed", extra={"error": loggable(error)})
         if not self.away:  # once, not at every step
-            logger.warning("session_store_unreachable", error=reason)
+            logger.warning("session_store_unreachable", extra={"error": reason})
         self.away, self._retry_at = reason, time.monotonic() + RETRY_S
         return StoreError(reason)
 
     def _answered(self) -> None:
         if self.away:
-            logger.info("session_store_back", waiting=len(self._queue))
+            logger.info("session_store_back", extra={"waiting": len(self._queue)})
         self.away = ""
 
 

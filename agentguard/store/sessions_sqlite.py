@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import sqlite3
 import time
 import uuid
@@ -12,15 +13,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
-import structlog
-
+from agentguard.errors import loggable
 from agentguard.store import StoreError, StoreRefusedError, accounts
 from agentguard.store.accounts import KEPT_S, LOG, Account, Ask, Grant, Held, Key, Meters, Refusal, Settlement
 from agentguard.store.migrations import connect
 from agentguard.store.sessions import SESSIONS_PER_CALLER
 
 T = TypeVar("T")
-logger = structlog.get_logger(__name__)
+logger = logging.getLogger(__name__)
 WRITE_BACK = 500
 """Transactions until the log is written back; some 8 MB."""
 BUSY_S = 5.0
@@ -206,7 +206,7 @@ class SqliteSessions:
         try:
             self._writer.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
         except sqlite3.Error as error:
-            logger.warning("not_written_back", path=self._path, error=str(error))
+            logger.warning("not_written_back", extra={"path": self._path, "error": loggable(error)})
 
     def _append(self, key: Key, seq: int, record: str) -> None:
         self._connection.execute("INSERT INTO records VALUES (?, ?, ?, ?)", (*key, seq, record))
