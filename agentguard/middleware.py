@@ -383,7 +383,7 @@ class Guard:
             known.steps_started += 1
             # the reservation that failed is taken back under its name, so the step has another one
             return known, known.steps_started, want, f"{request_id}.late"
-        session = self._synced(identity, answer)
+        session = self._synced(known, answer)
         if isinstance(answer, Refusal):
             if answer.meter == "busy":
                 raise SessionBusyError(str(identity), answer.value, answer.limit)
@@ -397,9 +397,9 @@ class Guard:
         session.steps_started = max(session.steps_started, answer.number)
         return session, answer.number, answer.tokens, request_id
 
-    def _synced(self, identity: Identity, answer: Grant | Refusal) -> Session:
-        """This worker's session with what others have added."""
-        session, meters = self.sessions.get(identity), answer.meters
+    def _synced(self, session: Session, answer: Grant | Refusal) -> Session:
+        """This worker's session, the one that was asked with, and what others have added."""
+        identity, meters = session.identity, answer.meters
         if session.born != meters.born:
             if session.born:  # it was forgotten, and begins anew
                 self.sessions.forget(identity)

@@ -495,19 +495,18 @@ async def test_a_step_that_runs_while_redis_dies_is_settled_when_it_is_back(redi
 
 
 class Late:
-    """A store that answers late, on a loop that is busy until then."""
+    """A store that answers while the loop is busy with something else, or late."""
 
     def __init__(self, store: SessionStore, busy_s: float, late_s: float) -> None:
         self.store, self.busy_s, self.late_s = store, busy_s, late_s
 
     async def reserve(self, key: Key, ask: Ask) -> Any:
-        answer = asyncio.get_running_loop().run_in_executor(None, time.sleep, self.busy_s / 2)
+        answer = asyncio.ensure_future(self.store.reserve(key, ask))
+        await asyncio.sleep(self.late_s)
         end = time.monotonic() + self.busy_s
         while time.monotonic() < end:
             pass
-        await answer
-        await asyncio.sleep(self.late_s)
-        return await self.store.reserve(key, ask)
+        return await answer
 
     async def settle(self, batch: Any) -> list[int]:
         return await self.store.settle(batch)
@@ -516,7 +515,7 @@ class Late:
 async def test_a_busy_loop_is_no_store_that_is_away(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("agentguard.store.books.PATIENCE_S", 0.1)
     async with open_sessions(f"sqlite:{tmp_path / 's.db'}") as store:
-        books = Books(Late(store, busy_s=0.3, late_s=0.0))  # type: ignore[arg-type]
+        books = Books(Late(store, busy_s=1.0, late_s=0.0))  # type: ignore[arg-type]
         assert isinstance(await books.reserve(Key("", "me"), Ask("a", 10)), Grant)
         books = Books(Late(store, busy_s=0.0, late_s=5.0))  # type: ignore[arg-type]
         async with books.open():

@@ -73,6 +73,8 @@ class Books:
 
     async def reserve(self, key: Key, ask: Ask) -> Grant | Refusal:
         """Raises StoreError, at once while the store is known to be away. A step that is given up leaves no reservation behind."""
+        if isinstance(self.store, MemorySessions):
+            return await self.store.reserve(key, ask)
         if self.away and time.monotonic() < self._retry_at:
             raise StoreError(self.away)
         try:
@@ -196,7 +198,7 @@ async def _within(seconds: float, work: Coroutine[Any, Any, T]) -> T:
     task = asyncio.ensure_future(work)
     try:
         await asyncio.wait((task,), timeout=seconds)
-        for _ in range(8):
+        for _ in range(16):
             if task.done():
                 return task.result()
             await asyncio.sleep(0)
