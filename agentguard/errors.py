@@ -3,6 +3,8 @@
     AgentGuardError
     ├── ConfigError        a recipe, knob, flag or header is wrong: names the field, the value and the remedy
     │   └── ContextLengthError  the prompt leaves no room for an answer in the context window
+    ├── StepTimeoutError   a step did not end in the time its caller gave it
+    ├── StreamClosedError  a stream was read after its end, or closed while it was read
     ├── SessionLimitError  a session has used up what its recipe allows; an operator may raise the limit
     ├── SessionBusyError   its running steps hold what is left
     ├── BusyError          the gateway or a caller has too much running; says when to come again
@@ -24,7 +26,7 @@ from collections.abc import Iterable
 
 
 class AgentGuardError(Exception):
-    """The root. ``exit_code``: the exit status of a command that it ends."""
+    """The root of the tree. ``exit_code`` is the command line's exit status."""
 
     exit_code = 1
 
@@ -55,7 +57,10 @@ class ContextLengthError(ConfigError):
 
 
 class SessionLimitError(AgentGuardError):
-    """``meter``: "steps", "tokens" or "no_progress", which stands at ``value`` of ``limit``. HTTP 429."""
+    """A session has used what it may; it goes on once its limit is raised. HTTP 429.
+
+    ``meter``: "steps", "tokens" or "no_progress", which stands at ``value`` of ``limit``.
+    """
 
     code = "session_limit"
 
@@ -64,6 +69,23 @@ class SessionLimitError(AgentGuardError):
             f"session {session!r} is stopped: {meter} is {value} of {limit}; start a new session, or raise the limit with "
             f"POST /agentguard/sessions/limit"
         )
+
+
+class StepTimeoutError(AgentGuardError, TimeoutError):
+    """``seconds`` is what the caller gave. The step was ended in the engine, and counts as cancelled."""
+
+    exit_code = 3
+
+    def __init__(self, session: str, seconds: float) -> None:
+        super().__init__(
+            f"a step of session {session!r} did not end within {seconds:g} s (timeout_s); give it more time, or less to think "
+            f"(think_tokens)"
+        )
+        self.seconds = seconds
+
+
+class StreamClosedError(AgentGuardError):
+    """Programming error of a stream's reader."""
 
 
 class SessionBusyError(AgentGuardError):
@@ -91,25 +113,28 @@ class BusyError(AgentGuardError):
 
 
 class ActionRefusedError(AgentGuardError):
-    """An operator's action that this monitor does not take, or that found nothing to act on."""
+    """An operator's action that is not taken here, or that found nothing to act on."""
 
 
 class EngineError(AgentGuardError):
-    """The engine did something we cannot work around. HTTP 502."""
+    """The engine did something that cannot be worked around: it did not answer in time, or what it said cannot be read.
+    HTTP 502."""
 
 
 class EngineStartError(EngineError):
-    """It never became ready; the message has the end of its log."""
+    """An engine never became ready; the message holds the end of its log."""
 
 
 class EngineDiedError(EngineError):
-    """It was ready and is gone, or nobody answers there. HTTP 503; the same may work later."""
+    """The engine, or a gateway in front of it, was there and is gone, or nobody answers at its
+    address. HTTP 503; the same may work later."""
 
     exit_code = 3
 
 
 class EngineRequestError(EngineError):
-    """``retry_after``: the header of that name, as the engine sent it."""
+    """The engine refused one request. ``status`` is the HTTP status, ``retry_after`` the header of that name, as the engine sent
+    it."""
 
     def __init__(self, status: int, message: str, retry_after: str | None = None) -> None:
         super().__init__(message)

@@ -24,6 +24,7 @@ import msgspec
 from agentguard.economics.cells import CANCELLED
 from agentguard.economics.classes import Classes, is_side_call, kind_of
 from agentguard.economics.ledger import Ledger, ledger_of
+from agentguard.economics.report import class_report
 from agentguard.engines.base import Engine, EngineInfo, Stream
 from agentguard.engines.pool import pool_of
 from agentguard.errors import (
@@ -40,16 +41,19 @@ from agentguard.errors import (
 from agentguard.events import (
     CompactionAdvised,
     DraftUpdated,
+    EconomicsReport,
     EngineDied,
     EngineReady,
     Event,
     Note,
     SessionAlarm,
+    SessionState,
     StepFinished,
     StepStarted,
     TraceClosed,
     TtsChanged,
     VerificationStep,
+    arm_reports,
 )
 from agentguard.identity import Identity
 from agentguard.policy import Policy
@@ -83,7 +87,9 @@ _DATA = re.compile(r"data:[\w/+.-]+;base64,[\w+/=]+")
 @dataclass(slots=True)
 class Reply:
     """What the guard tells about a step besides its chunks: filled while it runs. ``compact``: the client should compact its
-    context, which is filled to ``fill`` of ``window`` tokens; ``warnings``: the session's meters near their limit."""
+    context, which is filled to ``fill`` of ``window`` tokens; ``warnings``: the session's meters near their limit. ``events``: what
+    was published about the step, in order. ``think``, ``answer`` and ``think_cap`` are where it stood, in tokens, when its latest
+    chunk was given."""
 
     request: str = ""
     fill: float = 0.0
@@ -92,6 +98,10 @@ class Reply:
     compact: bool = False
     closed: str = ""
     notes: list[Note] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    think: int = 0
+    answer: int = 0
+    think_cap: int = 0
 
 
 class Guard:
@@ -193,6 +203,19 @@ class Guard:
                 one.warned = {key for key in one.warned if key[0] != meter}
         return known
 
+    def state(self, identity: Identity) -> SessionState:
+        """What a session has used and may use, as far as this worker knows; of one that has not begun, its limits."""
+        return (self.sessions.find(identity) or Session(identity)).state(self.policy.limits)
+
+    async def account(self, identity: Identity) -> SessionState:
+        """The same with what other workers have added, of the sessions that were used last. Raises StoreError."""
+        meters = dict(await self.books.store.sessions()).get(_key(identity))
+        if meters is not None:
+            session = self.sessions.get(identity)
+            session.steps_started, session.tokens, session.lost = meters.steps, meters.tokens, meters.lost
+            session.think_tokens, session.closes, session.raised = meters.think, meters.closes, dict(meters.raised)
+        return self.state(identity)
+
     async def stream(
         self, body: Mapping[str, Any], identity: Identity, *, route: str = "chat", side: bool = False, reply: Reply | None = None
     ) -> Stream:
@@ -273,7 +296,7 @@ class Guard:
             step = Step(
                 engine, request, upstream, controller, request_id=request_id, session=identity.session, prompt=prompt,
                 prompt_tokens=length, family=self.family, ids=self._ids, usual_answer=session.usual_answer,
-                on_close=partial(self._closed, str(identity), number, request_id),
+                on_close=partial(self._closed, reply, str(identity), number, request_id),
             )  # fmt: skip
             self.books.follow(account, _key(identity), lambda: step.tally.total)
             step.notes += [Note.BUDGET_MOVED] * moved + [Note.IDENTICAL_RETRY] * bool(retries)
@@ -287,12 +310,15 @@ class Guard:
                 prompt_tokens=length, budget=cap.budget, think_cap=cap.think_cap, bound_by=cap.bound_by, arm=assigned.arm,
                 workload=assigned.workload, assigned=assigned.reason, agent=identity.agent,
             )  # fmt: skip
-            self.hub.publish(self.begun[request_id])
+            self._publish(self.begun[request_id], reply)
+            reply.think_cap = cap.think_cap
             error = CANCELLED
             try:
                 async with aclosing(step.run()) as chunks:
                     async for chunk in chunks:
                         reply.closed, reply.notes = step.closed or "", step.notes
+                        reply.think, reply.answer = step.tally.think, step.tally.answer
+                        reply.think_cap = step.controller.cap.think_cap
                         yield chunk
                 error, self.died = "", None
                 self._pool.answered(engine)
@@ -326,8 +352,8 @@ class Guard:
                     notes=list(step.notes), reported_think=step.reported_think, agent=identity.agent,
                 )  # fmt: skip
                 session.add(event, fingerprint, side=side, agent=identity.agent)
-                self.hub.publish(event)
-                self._alarm(session, number)
+                self._publish(event, reply)
+                self._alarm(reply, session, number)
                 try:
                     self.ledger.finished(event, assigned, session.sums)
                 except Exception as failure:  # counting must never break a client's stream
@@ -458,20 +484,23 @@ class Guard:
         reply.request, reply.fill, reply.window = request_id, prompt / window, window
         reply.compact = not side and expected >= self.policy.cutoff.f_min * window
         if reply.compact:
-            self.hub.publish(
-                CompactionAdvised(
-                    t=time.time(), session=str(identity), step=number, request=request_id, context_tokens=prompt,
-                    next_tokens=expected, window=window,
-                )
+            advice = CompactionAdvised(
+                t=time.time(), session=str(identity), step=number, request=request_id, context_tokens=prompt,
+                next_tokens=expected, window=window,
             )  # fmt: skip
+            self._publish(advice, reply)
 
-    def _closed(self, session: str, number: int, request_id: str, closed: Closed) -> None:
-        self.hub.publish(
-            TraceClosed(
-                t=time.time(), session=session, step=number, request=request_id, reason=closed.reason, think_tokens=closed.think,
-                cap=closed.cap, how=closed.how, detail=closed.detail,
-            )
+    def _closed(self, reply: Reply, session: str, number: int, request_id: str, closed: Closed) -> None:
+        event = TraceClosed(
+            t=time.time(), session=session, step=number, request=request_id, reason=closed.reason, think_tokens=closed.think,
+            cap=closed.cap, how=closed.how, detail=closed.detail,
         )  # fmt: skip
+        self._publish(event, reply)
+
+    def _publish(self, event: Event, reply: Reply) -> None:
+        """To everybody who listens, and to the one who asked for the step."""
+        self.hub.publish(event)
+        reply.events.append(event)
 
     def _check_limits(self, session: Session) -> list[str]:
         """The meters near their limit, for the client to read. Raises SessionLimitError for one at it."""
@@ -481,16 +510,15 @@ class Guard:
                 raise SessionLimitError(str(session.identity), alarm.meter, alarm.value, alarm.limit)
         return [f"{alarm.meter} {alarm.value} of {alarm.limit}" for alarm in alarms]
 
-    def _alarm(self, session: Session, number: int) -> None:
+    def _alarm(self, reply: Reply, session: Session, number: int) -> None:
         for alarm in session.alarms(self.policy.limits):
             if (alarm.meter, alarm.stop) not in session.warned:
                 session.warned.add((alarm.meter, alarm.stop))
-                self.hub.publish(
-                    SessionAlarm(
-                        t=time.time(), session=str(session.identity), step=number, meter=alarm.meter, value=alarm.value,
-                        limit=alarm.limit, stopped=alarm.stop,
-                    )
+                event = SessionAlarm(
+                    t=time.time(), session=str(session.identity), step=number, meter=alarm.meter, value=alarm.value,
+                    limit=alarm.limit, stopped=alarm.stop,
                 )  # fmt: skip
+                self._publish(event, reply)
 
     def _asked_rule(self, request: ChatRequest) -> str:
         """The rule a request names itself, with its filter written out; "" for none."""
@@ -507,6 +535,12 @@ class Guard:
 
 def _key(identity: Identity) -> Key:
     return Key(identity.caller, identity.session)
+
+
+def economics_of(ledger: Ledger, reply: Reply) -> EconomicsReport:
+    """The economics of the class of the step that ended last, as they stand now."""
+    workload = next((event.workload for event in reversed(reply.events) if isinstance(event, StepFinished)), "")
+    return EconomicsReport(t=time.time(), rows=arm_reports(class_report(ledger, workload)))
 
 
 def _digest(body: Mapping[str, Any]) -> str:

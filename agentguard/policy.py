@@ -153,7 +153,7 @@ class StoreOptions(_Model):
 
     url: str | None = None
     """sqlite:PATH, or redis://HOST:PORT/DB for several gateways; None keeps sessions in memory."""
-    retention_days: float = Field(30.0, gt=0)
+    retention_days: float = Field(30.0, gt=0, le=366)
     """A session that nobody has used for so long is deleted."""
     sessions_per_caller: int = Field(10_000, ge=1)
     """Past so many a caller's own least recently used session gives way."""

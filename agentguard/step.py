@@ -330,8 +330,8 @@ class Step:
         if isinstance(usage, dict):
             details = usage.get("completion_tokens_details")
             known = {k: v for k, v in usage.items() if v is None or isinstance(v, dict) or (isinstance(v, int) and v >= 0)}
-            if isinstance(details, dict) and not isinstance(details.get("reasoning_tokens", 0), int | None):
-                del known["completion_tokens_details"]
+            if not isinstance(details, dict) or not isinstance(details.get("reasoning_tokens", 0), int | None):
+                known.pop("completion_tokens_details", None)
             self._usage = {**chunk, "usage": known}
 
     def _settle(self) -> None:

@@ -66,7 +66,7 @@ A project file may not set `engine.extra_args`, which can name code to run, as i
 that others can write to. `proxy` and `wrap` start a model only when the command line or a recipe names one.
 
 Keys and passwords are no part of it: `AGENTGUARD_API_KEY`, `AGENTGUARD_OPERATOR_KEY`, `AGENTGUARD_UPSTREAM_KEY`,
-`AGENTGUARD_PROXY_KEY`. `AGENTGUARD_STORE=URL` is short for `store.url`; `AGENTGUARD_LOG_FORMAT` (console, json) and
+`AGENTGUARD_PROXY_KEY`. `AGENTGUARD_STORE=URL` is short for `store.url`. `AGENTGUARD_LOG_FORMAT` (console, json) and
 `AGENTGUARD_LOG_LEVEL` are the log's.
 """
 EVENTS = f"""# Events

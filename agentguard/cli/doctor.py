@@ -14,7 +14,11 @@ from agentguard.cli.options import configuration, policy_options
 @click.argument("model", required=False)
 @policy_options
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON list of checks.")
-@click.option("--generate", is_flag=True, help="Also load the reference target and generate one token (about 20 s).")
+@click.option(
+    "--generate",
+    is_flag=True,
+    help="Also start the reference pair, and say which runner the engine took and what works on it (about 20 s).",
+)
 def doctor(
     model: str | None, draft: str | None, recipe: Path | None, rule: str | None, settings: tuple[str, ...], as_json: bool,
     generate: bool,

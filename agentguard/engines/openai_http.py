@@ -35,8 +35,10 @@ class OpenAIEngine:
         connect_timeout_s: float = 30.0,
         read_timeout_s: float = 300.0,
         window: int | None = None,
+        transport: httpx2.AsyncBaseTransport | None = None,
     ) -> None:
-        """``window``: the context window in tokens, for a server that does not state it."""
+        """``window``: the context window in tokens, for a server that does not state it; ``transport``: another way to it than the
+        network (agentguard.engines.asgi)."""
         self.name = name
         self.facts = Facts()
         self._window = window
@@ -45,6 +47,7 @@ class OpenAIEngine:
             self.url,
             headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
             timeout=httpx2.Timeout(connect=connect_timeout_s, read=read_timeout_s, write=30.0, pool=None),
+            transport=transport,
         )
 
     async def aclose(self) -> None:

@@ -35,14 +35,15 @@ class EnginePool:
         self.engines = tuple(engines)
         self.away: dict[str, str] = {}
         """Engines that are away, and why."""
-
-    @property
-    def name(self) -> str:
-        return self._first.name
+        self.name = self.engines[0].name
 
     @property
     def facts(self) -> Facts:
         return self._first.facts
+
+    @facts.setter
+    def facts(self, _: Facts) -> None:
+        raise AttributeError("each engine of a pool has its own facts")
 
     @property
     def _first(self) -> Engine:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -12,7 +13,6 @@ from typing import Any
 
 import uvicorn
 
-from agentguard.economics.ledger import Ledger, ledger_of, setup_of
 from agentguard.engines.openai_http import OpenAIEngine
 from agentguard.engines.pool import EnginePool
 from agentguard.engines.vllm_process import VllmProcess, vllm_process
@@ -21,15 +21,14 @@ from agentguard.gateway.admission import Drain
 from agentguard.gateway.app import create_app
 from agentguard.middleware import Guard
 from agentguard.policy import Policy, ServingLimits, parse
-from agentguard.store import open_store
-from agentguard.store.books import Books
-from agentguard.store.sessions import MemorySessions, open_sessions
-from agentguard.store.sync import synced
+from agentguard.store.kept import economics, session_books
 from agentguard.tasks import owned_task
 from agentguard.telemetry.engine_source import engine_source
 from agentguard.telemetry.hub import Hub
 from agentguard.telemetry.metrics import Metrics
 
+KEEP_ALIVE_S = 75
+SILENT_S = 30.0
 LAST_WORD_S = 2.0
 """For the last events of streams that had no time left."""
 
@@ -64,7 +63,7 @@ async def serve_stack(
             client = OpenAIEngine(engine.url, api_key=engine.api_key)
             try:
                 async with (
-                    engine_source(hub, engine.telemetry), economics(policy, hub) as ledger, session_books(policy) as books
+                    engine_source(hub, engine.telemetry), economics(policy, hub.publish) as ledger, session_books(policy) as books
                 ):  # fmt: skip
                     guard = await Guard.open(client, policy, hub, ledger=ledger, books=books)
                     with hub.sink(guard.observe):
@@ -115,38 +114,12 @@ async def guarded(
             policy = given if policy and "model" in policy else given.model_copy(update={"model": (await pool.info()).model})
         if store is not None and policy.store.url is None:
             policy = policy.model_copy(update={"store": policy.store.model_copy(update={"url": store})})
-        async with economics(policy, hub) as ledger, session_books(policy) as books:
+        async with economics(policy, hub.publish) as ledger, session_books(policy) as books:
             guard = await Guard.open(pool, policy, hub, ledger=ledger, books=books)
             async with pool.watched():
                 yield guard
     finally:
         await pool.aclose()
-
-
-@asynccontextmanager
-async def session_books(policy: Policy) -> AsyncIterator[Books]:
-    """The policy's sessions, in its store or in memory, while the block runs. Raises StoreError when the store is not there."""
-    options = policy.store
-    if options.url is None:
-        yield Books(MemorySessions(policy.max_sessions))
-        return
-    async with open_sessions(options.url, options.sessions_per_caller) as store:
-        books = Books(store, lease_s=options.lease_s, retention_s=options.retention_days * 86_400)
-        async with books.open():
-            yield books
-
-
-@asynccontextmanager
-async def economics(policy: Policy, hub: Hub) -> AsyncIterator[Ledger]:
-    """The policy's ledger, kept in its store while the block runs. Raises ConfigError, and StoreError when the store is not
-    there."""
-    ledger = await asyncio.to_thread(ledger_of, policy, on_event=hub.publish)
-    url = policy.economics.store or policy.store.url
-    if url is None:
-        yield ledger
-        return
-    async with open_store(url) as store, synced(ledger, store, setup_of(policy)):
-        yield ledger
 
 
 @asynccontextmanager
@@ -194,12 +167,15 @@ async def _served(
         log_config=None,  # its lines go the way of ours
         log_level="warning",
         access_log=False,
-        timeout_keep_alive=75,  # agents think and run tools between two steps; uvicorn's 5 s would close under them
+        timeout_keep_alive=KEEP_ALIVE_S,  # agents think and run tools between two steps; uvicorn's 5 s would close under them
     )
     server = _Server(config)
     for one in (listener, *others):
         give_up_after(one, serving.send_s)
-    async with owned_task(server.serve(sockets=[listener, *others]), "gateway") as task:
+    async with (
+        owned_task(server.serve(sockets=[listener, *others]), "gateway") as task,
+        owned_task(end_silent(server.server_state.connections), "silent connections"),
+    ):
         while not server.started and not task.done():  # noqa: ASYNC110  # uvicorn sets a flag, no event
             await asyncio.sleep(0.02)
         if task.done():
@@ -213,7 +189,7 @@ async def _served(
             drain.expire()
             await asyncio.wait([task], timeout=LAST_WORD_S)
             for connection in list(server.server_state.connections):  # of clients that take not even that
-                connection.transport.abort()  # type: ignore[union-attr]
+                connection.transport.abort()
             server.force_exit = True
             await asyncio.wait([task], timeout=LAST_WORD_S)
 
@@ -222,6 +198,22 @@ def url_of(listener: socket.socket) -> str:
     """The address of a bound socket as a URL."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+async def end_silent(connections: set[Any], every_s: float = 5.0, silent_s: float = SILENT_S) -> None:
+    """End connections that have not sent a whole request for so long. uvicorn waits for its head without an end."""
+    since: dict[Any, float] = {}
+    while True:
+        await asyncio.sleep(every_s)
+        now = time.monotonic()
+        waiting = [c for c in connections if c.cycle is None or c.cycle.response_complete]
+        since = {c: since.get(c, now) for c in waiting}
+        for connection, began in since.items():
+            if (
+                now - began > (silent_s if connection.cycle is None else silent_s + KEEP_ALIVE_S)
+                and connection.transport is not None
+            ):
+                connection.transport.abort()
 
 
 def give_up_after(listener: socket.socket, seconds: float) -> None:

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from agentguard.store import StoreError
+from agentguard.errors import loggable
+from agentguard.store import StoreError, StoreRefusedError
 from agentguard.store.accounts import Ask, Grant, Key, Refusal, Settlement
 from agentguard.store.sessions import MemorySessions, SessionStore
 from agentguard.tasks import owned_task
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
 logger = logging.getLogger(__name__)
-PATIENCE_S = 2.0
+PATIENCE_S = 5.0
 """How long a step waits for the store."""
 RETRY_S = 0.5
 """Between two tries while it is away."""
@@ -128,11 +129,20 @@ class Books:
         while True:
             await self._wake.wait()
             self._wake.clear()
+            size = BATCH
             while self._queue:
-                batch = list(islice(self._queue.values(), BATCH))
+                batch = list(islice(self._queue.values(), size))
                 try:
                     async with asyncio.timeout(PATIENCE_S):
                         numbers = await self.store.settle([(posted.key, posted.settlement) for posted in batch])
+                except StoreRefusedError as error:
+                    if size == 1:  # the others must not wait for it for ever
+                        logger.error("settlement_refused", extra={"session": str(batch[0].key), "error": loggable(error)})
+                        self._queue.pop(batch[0].settlement.step, None)
+                        self.given_up += 1
+                        batch[0].done.set()
+                    size = 1 if size > 1 else BATCH
+                    continue
                 except (StoreError, TimeoutError) as error:
                     self._failed(error)
                     await asyncio.sleep(RETRY_S)
@@ -145,7 +155,7 @@ class Books:
                     posted.done.set()
 
     async def _renew(self) -> None:
-        swept = time.monotonic()
+        swept, wall = time.monotonic(), time.time()
         while True:
             await asyncio.sleep(self.lease_s / 4)
             try:
@@ -154,8 +164,13 @@ class Books:
                         seen = {step: (key, count()) for step, (key, count) in self._running.items()}
                         await self.store.renew(seen, self.lease_s)
                     if time.monotonic() - swept >= SWEEP_S:
-                        swept = time.monotonic()
-                        await self.store.sweep(self._retention_s)
+                        passed, jumped = time.monotonic() - swept, time.time() - wall
+                        swept, wall = time.monotonic(), time.time()
+                        if abs(jumped - passed) < SWEEP_S:
+                            await self.store.sweep(self._retention_s)
+                        else:  # every session would look old after a leap of the clock
+                            remedy = "no session is swept this time"
+                            logger.warning("clock_jumped", extra={"seconds": round(jumped - passed), "remedy": remedy})
             except (StoreError, TimeoutError) as error:
                 self._failed(error)
 
