@@ -57,7 +57,10 @@ class ContextLengthError(ConfigError):
 
 
 class SessionLimitError(AgentGuardError):
-    """A session has used what it may; it goes on once its limit is raised."""
+    """A session has used what it may; it goes on once its limit is raised. HTTP 429.
+
+    ``meter``: "steps", "tokens" or "no_progress", which stands at ``value`` of ``limit``.
+    """
 
     code = "session_limit"
 
@@ -114,7 +117,8 @@ class ActionRefusedError(AgentGuardError):
 
 
 class EngineError(AgentGuardError):
-    """The engine did something that cannot be worked around: it did not answer in time, or what it said cannot be read."""
+    """The engine did something that cannot be worked around: it did not answer in time, or what it said cannot be read.
+    HTTP 502."""
 
 
 class EngineStartError(EngineError):
@@ -122,7 +126,8 @@ class EngineStartError(EngineError):
 
 
 class EngineDiedError(EngineError):
-    """The engine, or a gateway in front of it, was there and is gone, or nobody answers at its address."""
+    """The engine, or a gateway in front of it, was there and is gone, or nobody answers at its
+    address. HTTP 503; the same may work later."""
 
     exit_code = 3
 
@@ -138,7 +143,24 @@ class EngineRequestError(EngineError):
 
 
 class PluginError(AgentGuardError):
-    """The plugin cannot run on this vLLM; the message says why."""
+    """The plugin cannot run on this vLLM; the message says which name or version is the reason."""
+
+
+def loggable(error: Exception) -> str:
+    """An error as a log may hold it: without what a server, or a check of a request, quotes of the request.
+
+    Of an error that is no agentguard's: its type, and the file and line that raised it.
+    """
+    if isinstance(error, EngineRequestError):
+        return f"the engine answered {error.status}"
+    if isinstance(error, ConfigError):
+        return f"{error.field} is refused"
+    if isinstance(error, AgentGuardError):
+        return str(error)
+    at = error.__traceback__
+    while at is not None and at.tb_next is not None:
+        at = at.tb_next
+    return type(error).__name__ + (f" at {at.tb_frame.f_code.co_filename}:{at.tb_lineno}" if at is not None else "")
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:

@@ -101,6 +101,8 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag="engine_ready")
 
 
 class EngineDied(msgspec.Struct, frozen=True, kw_only=True, tag="engine_died"):
+    """The engine is gone. ``reason``: how its process or its connection ended."""
+
     t: float
     engine: str
     reason: str

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import logging
 import re
 import time
 import uuid
@@ -19,7 +20,6 @@ from functools import partial
 from typing import Any
 
 import msgspec
-import structlog
 
 from agentguard.economics.cells import CANCELLED
 from agentguard.economics.classes import Classes, is_side_call, kind_of
@@ -35,6 +35,7 @@ from agentguard.errors import (
     EngineRequestError,
     SessionBusyError,
     SessionLimitError,
+    loggable,
     nearest,
 )
 from agentguard.events import (
@@ -71,7 +72,8 @@ from agentguard.trace.loops import LoopDetector
 from agentguard.trace.markers import Family, Markers, generic, of_policy
 from agentguard.trace.tally import MarkerIds
 
-logger = structlog.get_logger(__name__)
+logger = logging.getLogger(__name__)
+logging.getLogger("agentguard").addHandler(logging.NullHandler())  # in somebody else's program our lines are theirs to show
 _OVERFLOW = re.compile(
     r"maximum context length|context length exceeded|context_length_exceeded|longer than the maximum model length"
     r"|exceeds? (?:the )?(?:available )?(?:model'?s? )?(?:maximum )?context|max(?:imum)? model length|prompt is too long",
@@ -156,6 +158,7 @@ class Guard:
         return {engine.name: self._pool.away.get(engine.name, "") for engine in self._pool.engines}
 
     def ready(self) -> EngineReady:
+        """The event that tells a reader of the model, its window in tokens and the cutoff's band."""
         cutoff = self.policy.cutoff
         return EngineReady(
             t=time.time(), engine=self.engine.name, model=self.info.model, max_model_len=self.info.max_model_len,
@@ -250,7 +253,7 @@ class Guard:
                 # in the middle of a stream another engine would go on with other words, so the client is told and may ask again
                 if told or self._pool.choose(str(identity), failed) is None:
                     raise
-                logger.warning("failover", session=str(identity), engine=engine.name, error=str(error))
+                logger.warning("failover", extra={"session": str(identity), "engine": engine.name, "error": loggable(error)})
 
     async def _step(
         self, engine: Engine, body: Mapping[str, Any], request: ChatRequest, identity: Identity, asked: str, route: str, side: bool,
@@ -298,7 +301,8 @@ class Guard:
             self.books.follow(account, _key(identity), lambda: step.tally.total)
             step.notes += [Note.BUDGET_MOVED] * moved + [Note.IDENTICAL_RETRY] * bool(retries)
             if moved:
-                logger.warning("budget_alias", session=str(identity), budget=budget, remedy="send it as thinking_token_budget")
+                told = {"session": str(identity), "request": request_id, "budget": budget}
+                logger.warning("budget_alias", extra=told | {"remedy": "send it as thinking_token_budget"})
             self._advise(reply, session, identity, number, request_id, length, side=side)
             self.running[request_id] = (identity, step)
             self.begun[request_id] = StepStarted(
@@ -353,7 +357,7 @@ class Guard:
                 try:
                     self.ledger.finished(event, assigned, session.sums)
                 except Exception as failure:  # counting must never break a client's stream
-                    logger.error("economics_failed", request=request_id, error=repr(failure))
+                    logger.error("economics_failed", extra={"request": request_id, "error": loggable(failure)})
         finally:
             await self._settle(session, account, event, fingerprint, side=side, overflow=overflow)
 
@@ -406,7 +410,7 @@ class Guard:
                 try:
                     session.take(_RECORDS.decode(text))
                 except msgspec.DecodeError as error:
-                    logger.warning("record_unreadable", session=str(identity), error=str(error))
+                    logger.warning("record_unreadable", extra={"session": str(identity), "error": str(error)})
             session.seq = max(session.seq, meters.seq)
         session.steps_started, session.tokens, session.lost = meters.steps, meters.tokens, meters.lost
         session.think_tokens, session.closes, session.raised = meters.think, meters.closes, dict(meters.raised)
@@ -428,7 +432,8 @@ class Guard:
                 async with asyncio.timeout(PATIENCE_S):
                     await done.wait()
             except TimeoutError:
-                logger.warning("settlement_late", session=str(session.identity), request=event.request)
+                told = {"session": str(session.identity), "request": event.request}
+                logger.warning("settlement_late", extra=told)
 
     def _upstream(
         self, engine: Engine, request: ChatRequest, cap: Cap, xargs: dict[str, Any], *, exact: bool, limited: bool

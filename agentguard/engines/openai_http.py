@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
 import httpx2
 import msgspec
-import structlog
 
 from agentguard.engines.base import Chunk, EngineInfo, Standing, Stream
 from agentguard.engines.facts import Facts
@@ -17,7 +17,7 @@ from agentguard.engines.http import http_client
 from agentguard.errors import EngineDiedError, EngineError, EngineRequestError
 
 _JSON = msgspec.json.Decoder()
-logger = structlog.get_logger(__name__)
+logger = logging.getLogger(__name__)
 TTS_S, METRICS_S = 150.0, 5.0
 MAX_EVENT_BYTES = 8 << 20
 """The largest server-sent event accepted from upstream; a first chunk may carry a whole prompt's ids."""
@@ -146,7 +146,7 @@ class OpenAIEngine:
                     async for chunk in chunks:
                         if tried:
                             self.facts.learn_refused(tried)
-                            logger.warning("fields_refused", engine=self.name, fields=tried)
+                            logger.warning("fields_refused", extra={"engine": self.name, "fields": tried})
                             tried = []
                         yield chunk
                 return

@@ -5,19 +5,20 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Coroutine, Mapping
 from contextlib import aclosing
 from typing import Any, Self, TypeVar
 
 import msgspec
-import structlog
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from agentguard import logs
 from agentguard.economics.classes import SIDE_HEADER
 from agentguard.economics.report import report
 from agentguard.engines.base import Chunk, Stream
@@ -31,9 +32,10 @@ from agentguard.errors import (
     EngineRequestError,
     SessionBusyError,
     SessionLimitError,
+    loggable,
 )
 from agentguard.events import OperatorActed, OperatorAction, encode_json
-from agentguard.gateway.admission import Admission, Admit, Drain
+from agentguard.gateway.admission import RETRY_S, Admission, Admit, Drain
 from agentguard.gateway.pages import RefusePages
 from agentguard.gateway.step_events import EVENTS_HEADER, StepEvents
 from agentguard.gateway.watch import WATCHERS, Watch, interval_of
@@ -43,11 +45,14 @@ from agentguard.replies import collect
 from agentguard.requests import ChatRequest
 from agentguard.store import StoreError
 from agentguard.telemetry import prometheus
+from agentguard.telemetry.metrics import Metrics
 
-logger = structlog.get_logger(__name__)
+logger = logging.getLogger(__name__)
 MAX_BODY_BYTES = 16 << 20
 HEALTH_ROUTES = ("/health", "/health/live", "/health/ready")
 """Open without a key: they say how the gateway is, and nothing of whom it serves."""
+BODY_S = 60
+"""For a request's body to arrive; a step keeps its turn meanwhile."""
 STORE_S = 2
 """Seconds after which a store that was away may be back."""
 OPERATOR_ROUTES = ("/agentguard/sessions/limit", "/agentguard/close", "/agentguard/tts", "/agentguard/pin", "/agentguard/tails")
@@ -64,9 +69,10 @@ _JSON = msgspec.json.Encoder()
 
 
 def create_app(
-    guard: Guard, *, api_key: str | None = None, operator_key: str | None = None, drain: Drain | None = None
-) -> Starlette:
-    """The gateway's app; ``drain`` ends it.
+    guard: Guard, *, api_key: str | None = None, operator_key: str | None = None, drain: Drain | None = None,
+    metrics: Metrics | None = None,
+) -> Starlette:  # fmt: skip
+    """The gateway's app; ``drain`` ends it, ``metrics`` is what `/metrics` shows beside the economics.
 
     With ``api_key`` every route but /health needs it as a bearer token; with ``operator_key`` the routes that
     act on other people's sessions need that one instead, which agents do not have."""
@@ -82,6 +88,7 @@ def create_app(
         told = Reply()
         who = identify(request.headers, body)
         me = guesses.place(who, body)
+        logs.bind(session=str(me))
         chunks = guard.stream(body, me, side=side, reply=told)
         try:
             if asked.stream:
@@ -180,8 +187,9 @@ def create_app(
     async def economics(_: Request) -> Response:
         return JSONResponse(report(guard.ledger))
 
-    async def metrics(_: Request) -> Response:
-        return Response(prometheus.render(guard.ledger), media_type=prometheus.CONTENT_TYPE)
+    async def exposition(_: Request) -> Response:
+        counted = metrics.render() if metrics is not None else b""
+        return Response(prometheus.render(guard.ledger) + counted, media_type=prometheus.CONTENT_TYPE)
 
     async def health(_: Request) -> Response:
         return JSONResponse({"status": "ok"})
@@ -210,7 +218,7 @@ def create_app(
             Route(OPERATOR_ROUTES[4], tails),
             Route("/guard/v1/economics", economics),
             Route("/guard/v1/watch", watch),
-            Route("/metrics", metrics),
+            Route("/metrics", exposition),
             Route(HEALTH_ROUTES[0], health),
             Route(HEALTH_ROUTES[1], health),
             Route(HEALTH_ROUTES[2], ready),
@@ -223,6 +231,7 @@ def create_app(
         app.add_middleware(RequireKey, api_key=api_key, operator_key=operator_key)
     app.add_middleware(RefusePages, keyed=api_key is not None)
     app.add_middleware(EndQuietly)
+    app.add_middleware(logs.RequestLog)
     return app
 
 
@@ -301,7 +310,7 @@ class EndQuietly:
         try:
             await self.app(scope, receive, send)
         except asyncio.CancelledError:
-            logger.info("request_cancelled", path=scope.get("path"))
+            logger.info("request_cancelled", extra={"path": scope.get("path")})
 
 
 class RequireKey:
@@ -355,15 +364,14 @@ async def _unless_gone(request: Request, chunks: Stream, work: Coroutine[Any, An
             await chunks.aclose()
 
 
-async def _while_open(frames: AsyncGenerator[bytes, None], drain: Drain) -> AsyncIterator[bytes]:
+async def _while_open(frames: AsyncIterator[bytes], drain: Drain) -> AsyncIterator[bytes]:
     """A stream without an end, until the gateway ends."""
     task = asyncio.current_task()
     assert task is not None
     drain.watchers.add(task)
     try:
-        async with aclosing(frames):
-            async for frame in frames:
-                yield frame
+        async for frame in frames:
+            yield frame
     except asyncio.CancelledError:
         if not drain.begun:
             raise
@@ -371,6 +379,8 @@ async def _while_open(frames: AsyncGenerator[bytes, None], drain: Drain) -> Asyn
         yield b": the gateway ends\n\n"
     finally:
         drain.watchers.discard(task)
+        if isinstance(frames, AsyncGenerator):
+            await frames.aclose()
 
 
 async def _sse(
@@ -404,13 +414,13 @@ async def _sse(
             yield _data(_error_body(Drain.error()))
             return
         except AgentGuardError as error:
-            logger.warning("stream_failed", error=str(error))
+            logger.warning("stream_failed", extra={"request": told.request, "error": loggable(error)})
             for part in tell.failed() if tell else ():
                 yield part
             yield _data(_error_body(error))
             return
         except Exception as error:
-            logger.error("stream_failed", error=repr(error))
+            logger.error("stream_failed", extra={"request": told.request, "error": loggable(error)})
             yield _data(
                 {"error": {"message": "internal error of the gateway; its log says more", "type": "server_error", "code": 500}}
             )
@@ -428,10 +438,14 @@ def _data(value: object) -> bytes:
 
 async def _body(request: Request) -> dict[str, Any]:
     raw = bytearray()
-    async for piece in request.stream():
-        raw += piece
-        if len(raw) > MAX_BODY_BYTES:
-            raise ConfigError("body", f"more than {MAX_BODY_BYTES} bytes", "send less")
+    try:
+        async with asyncio.timeout(BODY_S):
+            async for piece in request.stream():
+                raw += piece
+                if len(raw) > MAX_BODY_BYTES:
+                    raise ConfigError("body", f"more than {MAX_BODY_BYTES} bytes", "send less")
+    except TimeoutError:
+        raise BusyError(408, "request_timeout", f"the body was not here within {BODY_S} s; send it again", RETRY_S) from None
     try:
         body = json.loads(bytes(raw))
     except ValueError as error:
