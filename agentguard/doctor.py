@@ -13,7 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from agentguard.cautions import cautions
 from agentguard.errors import AgentGuardError
+from agentguard.policy import Policy
 from agentguard.reference import DRAFTS, reference_model
 
 PROBE_TIMEOUT_S = 180
@@ -84,16 +86,18 @@ print("PROBE" + json.dumps([len(out[0].outputs[0].token_ids), llm.collective_rpc
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One line of the report. ``detail`` says what was found, or why it is off and what to do."""
+    """One line of the report. ``detail`` says what was found, or why it is off and what to do. ``warning``: it works, and is known
+    to go wrong."""
 
     name: str
     ok: bool
     detail: str
+    warning: bool = False
 
 
-def examine(*, generate: bool = False) -> list[Check]:
+def examine(*, generate: bool = False, policy: Policy | None = None) -> list[Check]:
     """All checks, in the order a reader needs them; ``generate`` adds a one-token generation with the reference pair, and what that
-    engine says of itself: its runner, and each feature."""
+    engine says of itself: its runner, and each feature; ``policy`` what is known to go wrong with it."""
     checks = [Check("python", sys.version_info >= (3, 11), f"{sys.version.split()[0]} (3.11 or newer)")]
     checks += _plugin()
     for extra, module, what in (
@@ -111,6 +115,10 @@ def examine(*, generate: bool = False) -> list[Check]:
             checks.append(Check(f"reference pair: {name}", True, str(reference_model(name))))
         except AgentGuardError as error:
             checks.append(Check(f"reference pair: {name}", False, str(error)))
+    if policy is not None:
+        known = cautions(policy)
+        checks += [Check(f"policy: {caution.key}", True, caution.text, warning=True) for caution in known]
+        checks += [] if known else [Check("policy", True, f"rule {policy.rule}, draft {policy.draft or '—'}: nothing to warn of")]
     return [*checks, *_generation()] if generate else checks
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from agentguard.cli.options import RecipeName
 from agentguard.cli.run import run
 
 if TYPE_CHECKING:
@@ -40,11 +41,11 @@ def _engine_options(command: Callable[..., None]) -> Callable[..., None]:
             click.option("--draft", help="Draft model; 'draft' and 'draft-short' are the reference pair's.  [default: draft]"),
             click.option(
                 "--recipe",
-                type=click.Path(path_type=Path, dir_okay=False, exists=True),
+                type=RecipeName(),
                 help="A recipe for models and engine; --model and --draft go before it.",
             ),
-            click.option("--temperature", default=1.0, show_default=True),
-            click.option("--concurrency", default=24, show_default=True, type=click.IntRange(1)),
+            click.option("--temperature", default=1.0, show_default=True, help="Of sampling."),
+            click.option("--concurrency", default=24, show_default=True, type=click.IntRange(1), help="Sessions at once."),
             click.option(
                 "--budget", type=click.IntRange(32), help="Tokens of a closed run; a pilot's median strict trace by default."
             ),
@@ -99,7 +100,15 @@ def run_command(
     rules = parse_arms(arms or (ARMS if close is None else "strict"))
     asked = suites.get(suite, data, tokens)
     if guard == "on":
-        _refuse("--guard on", close=close, out=out, resume=resume, budget=budget, recipe=recipe, fresh_engine=fresh_engine)
+        _refuse(
+            "--guard on",
+            close=close if close != "off" else None,
+            out=out,
+            resume=resume,
+            budget=budget,
+            recipe=recipe,
+            fresh_engine=fresh_engine,
+        )
         plan = StudyPlan(asked, rules, sessions, seed, temperature, concurrency, guarded=True)
         _run(plan, model, draft or "draft", json_path, events)
         return
@@ -184,6 +193,8 @@ def _run_cells(
 
     if resume and out is None:
         raise ConfigError("--resume", None, "goes on with the study in a folder; name it with --out")
+    if events is not None:  # a recording of events begins anew with every engine
+        _refuse("--events", resume=resume, fresh_engine=fresh)
     for option, path in (("--json", json_path), ("--events", events)):
         check_writable(option, path)
     if out is not None:
