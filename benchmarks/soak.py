@@ -395,6 +395,13 @@ class Soak:
             return sorted(psutil.Process(self.gateway.pid).children(), key=lambda p: p.pid)
         return []
 
+    def idle_fds(self) -> dict[int, int]:
+        found = {}
+        for process in self.workers():
+            with contextlib.suppress(psutil.Error):
+                found[process.pid] = process.num_fds()
+        return found
+
     async def until_ready(self, seconds: float = 90) -> None:
         import httpx2
 
@@ -510,6 +517,8 @@ class Soak:
                 await asyncio.sleep(1.5)
             self.start_gateway()
             await self.until_ready()
+            await asyncio.sleep(0.5)
+            idle = self.idle_fds()
             started = time.monotonic()
             background = [asyncio.create_task(self.sample())]
             if self.faults:
@@ -524,7 +533,10 @@ class Soak:
                     raise error
             await self.until_ready()
             await asyncio.sleep(2 * options.lease + 1)  # leases of workers that were killed end
+            after = self.idle_fds()
             found = await self.report(took)
+            # of the workers that lived through all of it: what is open when nothing runs
+            found["idle_fds"] = {str(pid): [idle[pid], after[pid]] for pid in idle if pid in after}
         finally:
             for process in (self.gateway, *self.engines.values(), self.redis):
                 if process is not None and process.poll() is None:
@@ -594,9 +606,10 @@ async def accounts(soak: Soak) -> list[tuple[Key, Meters, list[dict[str, Any]]]]
     async with open_sessions(soak.store) as store:
         for key, _ in await store.sessions(100_000):
             # a reservation that is taken back tells all records, and ends what is over
-            grant = await store.reserve(key, Ask(f"audit-{key}", 1))
+            look = f"audit-{key}-{time.time_ns()}"
+            grant = await store.reserve(key, Ask(look, 1))
             assert isinstance(grant, Grant)
-            await store.settle([(key, Settlement(f"audit-{key}", undo=True))])
+            await store.settle([(key, Settlement(look, undo=True))])
             steps = [json.loads(text).get("step") for _, text in grant.records]
             found.append((key, grant.meters, [step for step in steps if step]))
     return found
