@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
 import httpx2
 import msgspec
-import structlog
 
 from agentguard.engines.base import Chunk, EngineInfo, Standing, Stream
 from agentguard.engines.facts import Facts
@@ -17,7 +17,7 @@ from agentguard.engines.http import http_client
 from agentguard.errors import EngineDiedError, EngineError, EngineRequestError
 
 _JSON = msgspec.json.Decoder()
-logger = structlog.get_logger(__name__)
+logger = logging.getLogger(__name__)
 TTS_S, METRICS_S = 150.0, 5.0
 MAX_EVENT_BYTES = 8 << 20
 """The largest server-sent event accepted from upstream; a first chunk may carry a whole prompt's ids."""
@@ -35,8 +35,10 @@ class OpenAIEngine:
         connect_timeout_s: float = 30.0,
         read_timeout_s: float = 300.0,
         window: int | None = None,
+        transport: httpx2.AsyncBaseTransport | None = None,
     ) -> None:
-        """``window``: the context window in tokens, for a server that does not state it."""
+        """``window``: the context window in tokens, for a server that does not state it; ``transport``: another way to it than the
+        network (agentguard.engines.asgi)."""
         self.name = name
         self.facts = Facts()
         self._window = window
@@ -45,6 +47,7 @@ class OpenAIEngine:
             self.url,
             headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
             timeout=httpx2.Timeout(connect=connect_timeout_s, read=read_timeout_s, write=30.0, pool=None),
+            transport=transport,
         )
 
     async def aclose(self) -> None:
@@ -143,7 +146,7 @@ class OpenAIEngine:
                     async for chunk in chunks:
                         if tried:
                             self.facts.learn_refused(tried)
-                            logger.warning("fields_refused", engine=self.name, fields=tried)
+                            logger.warning("fields_refused", extra={"engine": self.name, "fields": tried})
                             tried = []
                         yield chunk
                 return

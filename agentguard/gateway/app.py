@@ -5,19 +5,20 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Coroutine, Mapping
 from contextlib import aclosing
 from typing import Any, Self, TypeVar
 
 import msgspec
-import structlog
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from agentguard import logs
 from agentguard.economics.classes import SIDE_HEADER
 from agentguard.economics.report import report
 from agentguard.engines.base import Chunk, Stream
@@ -31,21 +32,28 @@ from agentguard.errors import (
     EngineRequestError,
     SessionBusyError,
     SessionLimitError,
+    loggable,
 )
 from agentguard.events import OperatorActed, OperatorAction, encode_json
-from agentguard.gateway.admission import Admission, Admit, Drain
+from agentguard.gateway.admission import RETRY_S, Admission, Admit, Drain
+from agentguard.gateway.guesses import SharedGuesses
 from agentguard.gateway.pages import RefusePages
+from agentguard.gateway.step_events import EVENTS_HEADER, StepEvents
 from agentguard.gateway.watch import WATCHERS, Watch, interval_of
-from agentguard.identity import Guesses, identify
+from agentguard.identity import SESSION, identify
 from agentguard.middleware import Guard, Reply
+from agentguard.replies import collect
 from agentguard.requests import ChatRequest
 from agentguard.store import StoreError
 from agentguard.telemetry import prometheus
+from agentguard.telemetry.metrics import Metrics
 
-logger = structlog.get_logger(__name__)
+logger = logging.getLogger(__name__)
 MAX_BODY_BYTES = 16 << 20
 HEALTH_ROUTES = ("/health", "/health/live", "/health/ready")
 """Open without a key: they say how the gateway is, and nothing of whom it serves."""
+BODY_S = 60
+"""For a request's body to arrive; a step keeps its turn meanwhile."""
 STORE_S = 2
 """Seconds after which a store that was away may be back."""
 OPERATOR_ROUTES = ("/agentguard/sessions/limit", "/agentguard/close", "/agentguard/tts", "/agentguard/pin", "/agentguard/tails")
@@ -62,14 +70,15 @@ _JSON = msgspec.json.Encoder()
 
 
 def create_app(
-    guard: Guard, *, api_key: str | None = None, operator_key: str | None = None, drain: Drain | None = None
-) -> Starlette:
-    """The gateway's app; ``drain`` ends it.
+    guard: Guard, *, api_key: str | None = None, operator_key: str | None = None, drain: Drain | None = None,
+    metrics: Metrics | None = None,
+) -> Starlette:  # fmt: skip
+    """The gateway's app; ``drain`` ends it, ``metrics`` is what `/metrics` shows beside the economics.
 
     With ``api_key`` every route but /health needs it as a bearer token; with ``operator_key`` the routes that
     act on other people's sessions need that one instead, which agents do not have."""
 
-    guesses = Guesses(guard.policy.max_sessions)
+    guesses = SharedGuesses(guard.books, guard.policy.max_sessions)
     drain = drain or Drain()
     admission = Admission(guard.policy.serving)
 
@@ -79,7 +88,9 @@ def create_app(
         side = request.headers.get(SIDE_HEADER, "") not in ("", "0", "false")
         told = Reply()
         who = identify(request.headers, body)
-        chunks = guard.stream(body, guesses.place(who, body), side=side, reply=told)
+        me = await guesses.place(who, body)
+        logs.bind(session=str(me))
+        chunks = guard.stream(body, me, side=side, reply=told)
         try:
             if asked.stream:
                 # the first chunk is awaited here, so that a refused request gets an HTTP status instead of a broken stream
@@ -87,11 +98,12 @@ def create_app(
                 if first is None:
                     return _CLIENT_GONE
                 include_usage = bool((asked.stream_options or {}).get("include_usage"))
-                events = _sse(first, chunks, include_usage, told, drain)
+                asks = request.headers.get(EVENTS_HEADER, "") not in ("", "0", "false")
+                events = _sse(first, chunks, include_usage, told, drain, StepEvents(guard, me, told) if asks else None)
                 return StreamingResponse(events, media_type="text/event-stream", headers=_headers(told))
             reply = await _unless_gone(request, chunks, collect(chunks), drain)
         except AgentGuardError:
-            guesses.refused(who)
+            await guesses.refused(who)
             raise
         return _CLIENT_GONE if reply is None else JSONResponse(reply, headers=_headers(told))
 
@@ -147,8 +159,13 @@ def create_app(
         model = {"id": guard.info.model, "object": "model", "owned_by": "agentguard", "max_model_len": guard.info.max_model_len}
         return JSONResponse({"object": "list", "data": [model]})
 
-    async def sessions(_: Request) -> Response:
-        """Of all workers, the latest first, as the store has them."""
+    async def sessions(request: Request) -> Response:
+        """Of all workers, the latest first, as the store has them; with ``session`` that one of the caller's own with its limits,
+        which need not have begun."""
+        asked = request.query_params.get("session")
+        if asked is not None:
+            state = await guard.account(identify({**request.headers, SESSION: asked}, {}))
+            return JSONResponse({"sessions": [msgspec.to_builtins(state)]})
         rows = [
             {"session": str(key), "steps": m.steps, "tokens": m.tokens, "think_tokens": m.think, "closes": m.closes, "lost": m.lost}
             for key, m in await guard.books.store.sessions()
@@ -171,8 +188,9 @@ def create_app(
     async def economics(_: Request) -> Response:
         return JSONResponse(report(guard.ledger))
 
-    async def metrics(_: Request) -> Response:
-        return Response(prometheus.render(guard.ledger), media_type=prometheus.CONTENT_TYPE)
+    async def exposition(_: Request) -> Response:
+        counted = metrics.render() if metrics is not None else b""
+        return Response(prometheus.render(guard.ledger) + counted, media_type=prometheus.CONTENT_TYPE)
 
     async def health(_: Request) -> Response:
         return JSONResponse({"status": "ok"})
@@ -201,7 +219,7 @@ def create_app(
             Route(OPERATOR_ROUTES[4], tails),
             Route("/guard/v1/economics", economics),
             Route("/guard/v1/watch", watch),
-            Route("/metrics", metrics),
+            Route("/metrics", exposition),
             Route(HEALTH_ROUTES[0], health),
             Route(HEALTH_ROUTES[1], health),
             Route(HEALTH_ROUTES[2], ready),
@@ -214,6 +232,7 @@ def create_app(
         app.add_middleware(RequireKey, api_key=api_key, operator_key=operator_key)
     app.add_middleware(RefusePages, keyed=api_key is not None)
     app.add_middleware(EndQuietly)
+    app.add_middleware(logs.RequestLog)
     return app
 
 
@@ -292,7 +311,7 @@ class EndQuietly:
         try:
             await self.app(scope, receive, send)
         except asyncio.CancelledError:
-            logger.info("request_cancelled", path=scope.get("path"))
+            logger.info("request_cancelled", extra={"path": scope.get("path")})
 
 
 class RequireKey:
@@ -346,54 +365,14 @@ async def _unless_gone(request: Request, chunks: Stream, work: Coroutine[Any, An
             await chunks.aclose()
 
 
-async def collect(chunks: Stream) -> dict[str, Any]:
-    """A stream of chunks as one `chat.completion` object."""
-    message: dict[str, Any] = {"role": "assistant", "content": None}
-    tools: dict[int, dict[str, Any]] = {}
-    choice: dict[str, Any] = {"index": 0, "message": message, "finish_reason": None, "logprobs": None}
-    reply: dict[str, Any] = {}
-    async with aclosing(chunks):
-        async for chunk in chunks:
-            reply = {k: chunk[k] for k in ("id", "created", "model") if k in chunk} | reply
-            reply |= {k: chunk[k] for k in ("usage", "metrics") if chunk.get(k)}
-            for part in chunk.get("choices") or ():
-                delta = part.get("delta") or {}
-                for key in ("content", "reasoning", "reasoning_content"):
-                    if delta.get(key):
-                        message[key] = (message.get(key) or "") + delta[key]
-                for call in delta.get("tool_calls") or ():
-                    _merge_tool_call(tools.setdefault(call.get("index", 0), {}), call)
-                if part.get("token_ids"):
-                    choice["token_ids"] = choice.get("token_ids", []) + part["token_ids"]
-                if part.get("logprobs"):
-                    known = choice["logprobs"] or {"content": []}
-                    choice["logprobs"] = {"content": known["content"] + (part["logprobs"].get("content") or [])}
-                choice |= {k: part[k] for k in ("finish_reason", "stop_reason") if part.get(k) is not None}
-    if tools:
-        message["tool_calls"] = [tools[i] for i in sorted(tools)]
-    return {"object": "chat.completion", "choices": [choice], **reply}
-
-
-def _merge_tool_call(call: dict[str, Any], delta: Mapping[str, Any]) -> None:
-    """Tool calls stream as an id and name first and their arguments in pieces."""
-    for key in ("id", "type"):
-        if delta.get(key):
-            call[key] = delta[key]
-    function = call.setdefault("function", {"name": "", "arguments": ""})
-    part = delta.get("function") or {}
-    function["name"] += part.get("name") or ""
-    function["arguments"] += part.get("arguments") or ""
-
-
-async def _while_open(frames: AsyncGenerator[bytes, None], drain: Drain) -> AsyncIterator[bytes]:
+async def _while_open(frames: AsyncIterator[bytes], drain: Drain) -> AsyncIterator[bytes]:
     """A stream without an end, until the gateway ends."""
     task = asyncio.current_task()
     assert task is not None
     drain.watchers.add(task)
     try:
-        async with aclosing(frames):
-            async for frame in frames:
-                yield frame
+        async for frame in frames:
+            yield frame
     except asyncio.CancelledError:
         if not drain.begun:
             raise
@@ -401,23 +380,34 @@ async def _while_open(frames: AsyncGenerator[bytes, None], drain: Drain) -> Asyn
         yield b": the gateway ends\n\n"
     finally:
         drain.watchers.discard(task)
+        if isinstance(frames, AsyncGenerator):
+            await frames.aclose()
 
 
-async def _sse(first: Chunk, chunks: Stream, include_usage: bool, told: Reply, drain: Drain) -> AsyncIterator[bytes]:
+async def _sse(
+    first: Chunk, chunks: Stream, include_usage: bool, told: Reply, drain: Drain, tell: StepEvents | None = None
+) -> AsyncIterator[bytes]:
     """Chunks as server-sent events; a failure in the middle ends the stream with an error event, never without a word, and so does
     the gateway's end.
 
-    A close and notes are told in a comment, which every client skips that does not look for it.
+    A close and notes are told in a comment, which every client skips that does not look for it; a client that asked for them gets
+    the step's events among its chunks (`StepEvents`).
     """
     task = asyncio.current_task()
     assert task is not None
     drain.streams.add(task)
     async with aclosing(chunks):
         try:
-            yield _data(first)
+            for part in tell.begin() if tell else ():
+                yield part
+            yield _data(tell.standing(first) if tell else first)
             async for chunk in chunks:
+                for part in tell.news() if tell else ():
+                    yield part
                 if chunk.get("choices") or include_usage:
-                    yield _data(chunk)
+                    yield _data(tell.standing(chunk) if tell else chunk)
+            for part in tell.end() if tell else ():
+                yield part
         except asyncio.CancelledError:
             if not drain.expired.is_set():
                 raise
@@ -425,11 +415,13 @@ async def _sse(first: Chunk, chunks: Stream, include_usage: bool, told: Reply, d
             yield _data(_error_body(Drain.error()))
             return
         except AgentGuardError as error:
-            logger.warning("stream_failed", error=str(error))
+            logger.warning("stream_failed", extra={"request": told.request, "error": loggable(error)})
+            for part in tell.failed() if tell else ():
+                yield part
             yield _data(_error_body(error))
             return
         except Exception as error:
-            logger.error("stream_failed", error=repr(error))
+            logger.error("stream_failed", extra={"request": told.request, "error": loggable(error)})
             yield _data(
                 {"error": {"message": "internal error of the gateway; its log says more", "type": "server_error", "code": 500}}
             )
@@ -447,10 +439,14 @@ def _data(value: object) -> bytes:
 
 async def _body(request: Request) -> dict[str, Any]:
     raw = bytearray()
-    async for piece in request.stream():
-        raw += piece
-        if len(raw) > MAX_BODY_BYTES:
-            raise ConfigError("body", f"more than {MAX_BODY_BYTES} bytes", "send less")
+    try:
+        async with asyncio.timeout(BODY_S):
+            async for piece in request.stream():
+                raw += piece
+                if len(raw) > MAX_BODY_BYTES:
+                    raise ConfigError("body", f"more than {MAX_BODY_BYTES} bytes", "send less")
+    except TimeoutError:
+        raise BusyError(408, "request_timeout", f"the body was not here within {BODY_S} s; send it again", RETRY_S) from None
     try:
         body = json.loads(bytes(raw))
     except ValueError as error:
@@ -480,7 +476,7 @@ def _error_body(error: AgentGuardError) -> dict[str, Any]:
     """OpenAI's error object; ``code`` is a name where clients act on one, else the status."""
     status = _status(error)
     kind = "invalid_request_error" if status < 500 else "server_error"
-    told = {"message": str(error), "type": kind, "code": getattr(error, "code", status)}
+    told = {"message": str(error), "type": kind, "code": getattr(error, "code", status), "agentguard": type(error).__name__}
     return {"error": told | ({"param": error.field} if isinstance(error, ConfigError) else {})}
 
 
