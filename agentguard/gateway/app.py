@@ -36,10 +36,11 @@ from agentguard.errors import (
 )
 from agentguard.events import OperatorActed, OperatorAction, encode_json
 from agentguard.gateway.admission import RETRY_S, Admission, Admit, Drain
+from agentguard.gateway.guesses import SharedGuesses
 from agentguard.gateway.pages import RefusePages
 from agentguard.gateway.step_events import EVENTS_HEADER, StepEvents
 from agentguard.gateway.watch import WATCHERS, Watch, interval_of
-from agentguard.identity import SESSION, Guesses, identify
+from agentguard.identity import SESSION, identify
 from agentguard.middleware import Guard, Reply
 from agentguard.replies import collect
 from agentguard.requests import ChatRequest
@@ -77,7 +78,7 @@ def create_app(
     With ``api_key`` every route but /health needs it as a bearer token; with ``operator_key`` the routes that
     act on other people's sessions need that one instead, which agents do not have."""
 
-    guesses = Guesses(guard.policy.max_sessions)
+    guesses = SharedGuesses(guard.books, guard.policy.max_sessions)
     drain = drain or Drain()
     admission = Admission(guard.policy.serving)
 
@@ -87,7 +88,7 @@ def create_app(
         side = request.headers.get(SIDE_HEADER, "") not in ("", "0", "false")
         told = Reply()
         who = identify(request.headers, body)
-        me = guesses.place(who, body)
+        me = await guesses.place(who, body)
         logs.bind(session=str(me))
         chunks = guard.stream(body, me, side=side, reply=told)
         try:
@@ -102,7 +103,7 @@ def create_app(
                 return StreamingResponse(events, media_type="text/event-stream", headers=_headers(told))
             reply = await _unless_gone(request, chunks, collect(chunks), drain)
         except AgentGuardError:
-            guesses.refused(who)
+            await guesses.refused(who)
             raise
         return _CLIENT_GONE if reply is None else JSONResponse(reply, headers=_headers(told))
 

@@ -88,6 +88,27 @@ class Books:
         self._answered()
         return answer
 
+    async def recall(self, name: str) -> str:
+        """A note of this or another gateway, "" for none; while the store is away too: what is noted is no account."""
+        if isinstance(self.store, MemorySessions) or (self.away and time.monotonic() < self._retry_at):
+            return ""
+        try:
+            text = await _within(PATIENCE_S, self.store.recall(name))
+        except (StoreError, TimeoutError) as error:
+            self._failed(error)
+            return ""
+        self._answered()
+        return text
+
+    async def note(self, name: str, text: str) -> None:
+        """Keep a note for `recall`; nothing while the store is away."""
+        if isinstance(self.store, MemorySessions) or (self.away and time.monotonic() < self._retry_at):
+            return
+        try:
+            await _within(PATIENCE_S, self.store.note(name, text))
+        except (StoreError, TimeoutError) as error:
+            self._failed(error)
+
     def follow(self, step: str, key: Key, count: Callable[[], int]) -> None:
         """Renew the step's lease until it is settled; ``count``: its tokens so far."""
         self._running[step] = (key, count)

@@ -18,7 +18,7 @@ from redis.exceptions import RedisError, ResponseError
 
 from agentguard.store import StoreError, StoreRefusedError
 from agentguard.store.accounts import KEPT_S, LOG, Ask, Grant, Key, Meters, Refusal, Settlement
-from agentguard.store.sessions import SESSIONS_PER_CALLER
+from agentguard.store.sessions import NOTE_S, SESSIONS_PER_CALLER
 
 T = TypeVar("T")
 PREFIX = "agentguard:"
@@ -321,6 +321,12 @@ class RedisSessions:
 
     async def sweep(self, older_than_s: float) -> int:
         return int(await self._run("sweep", older_than_s))
+
+    async def recall(self, name: str) -> str:
+        return await self._do(cast("Awaitable[str | None]", self._client.get(f"{PREFIX}n:{name}"))) or ""
+
+    async def note(self, name: str, text: str) -> None:
+        await self._do(self._client.set(f"{PREFIX}n:{name}", text, ex=int(NOTE_S)))
 
     async def aclose(self) -> None:
         await self._client.aclose()

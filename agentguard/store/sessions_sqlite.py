@@ -17,7 +17,7 @@ from agentguard.errors import loggable
 from agentguard.store import StoreError, StoreRefusedError, accounts
 from agentguard.store.accounts import KEPT_S, LOG, Account, Ask, Grant, Held, Key, Meters, Refusal, Settlement
 from agentguard.store.migrations import connect
-from agentguard.store.sessions import SESSIONS_PER_CALLER
+from agentguard.store.sessions import NOTE_S, SESSIONS_PER_CALLER
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -163,6 +163,22 @@ class SqliteSessions:
             return len(old)
 
         return await self._do(work)
+
+    async def recall(self, name: str) -> str:
+        def work() -> str:
+            row = self._connection.execute(
+                "SELECT text FROM notes WHERE name = ? AND at > ?", (name, time.time() - NOTE_S)
+            ).fetchone()
+            return str(row[0]) if row is not None else ""
+
+        return await self._do(work, transaction=False)
+
+    async def note(self, name: str, text: str) -> None:
+        def work() -> None:
+            self._connection.execute("DELETE FROM notes WHERE at <= ?", (time.time() - NOTE_S,))
+            self._connection.execute("INSERT OR REPLACE INTO notes VALUES (?, ?, ?)", (name, text, time.time()))
+
+        await self._do(work)
 
     async def aclose(self) -> None:
         loop = asyncio.get_running_loop()
