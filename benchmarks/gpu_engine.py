@@ -110,8 +110,8 @@ class Engine:
         self, extras: list[dict[str, Any]], *, heat: float = 1.0, tokens: int = TOKENS,
         between: Callable[[int], None] | None = None, prompts: list[list[int]] | None = None,
     ) -> Outcome:  # fmt: skip
-        """One request for each of ``extras``, side by side, by the ids r0, r1 … as a client gives them; ``between`` is called before
-        each step with its number."""
+        """One request for each of ``extras``, side by side, by the ids r0, r1 … as a client gives them; ``between`` is called
+        before each step with its number."""
         tokenizer, engine = self.llm.get_tokenizer(), self.llm.llm_engine
         prompts = prompts or [
             list(
