@@ -65,3 +65,32 @@ def test_telemetry_counts_what_the_engine_counts(engine: dict[str, Any]) -> None
 
 def test_a_publish_takes_effect_and_goes_away(engine: dict[str, Any]) -> None:
     assert engine["tts"]["passed"], engine["tts"]
+
+
+@pytest.fixture(scope="module", params=["own"])
+def learned(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """An EAGLE-3 head with an output matrix of its own; see tts_v2.py."""
+    out = tmp_path_factory.mktemp("v2") / "out.json"
+    child("tests.engine.tts_v2", str(out), request.param, "0")
+    found: dict[str, Any] = json.loads(out.read_text())
+    return found | {"kind": request.param}
+
+
+def test_what_is_recorded_is_what_was_drafted_with(learned: dict[str, Any]) -> None:
+    """Every row of q that V2 verified with is the twin's: at the start, after learning, and after a pause."""
+    for state in ("at_the_start", "after_learning", "after_a_pause"):
+        assert learned[f"aligned_{state}"]["rows"] > 50
+        assert learned[f"aligned_{state}"]["worst"] < 1e-3
+    assert learned["frozen_after_learning"]["worst"] > 0.05, "learning changed nothing, so the comparison says nothing"
+    assert learned["failed"] == ""
+
+
+def test_publishes_leave_tensors_where_they_are(learned: dict[str, Any]) -> None:
+    """Captured graphs read the draft's tensors at their addresses."""
+    assert learned["addresses"] >= 10
+    assert learned["moved"] == []
+    assert not learned["target_moved"]
+
+
+def test_only_the_window_and_the_top_tokens_are_sent(learned: dict[str, Any]) -> None:
+    assert learned["narrow"] == {"width": 8, "longest": 16}
