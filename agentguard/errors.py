@@ -2,6 +2,8 @@
 
     AgentGuardError
     ├── ConfigError        a recipe, knob, flag or header is wrong: names the field, the value and the remedy
+    │   ├── TooLargeError       more bytes than agentguard.limits allows
+    │   ├── TooSlowError        a request whose body did not arrive in time
     │   └── ContextLengthError  the prompt leaves no room for an answer in the context window
     ├── SessionLimitError  a session has used up what its recipe allows; an operator may raise the limit
     ├── ActionRefusedError an operator's action that this monitor does not take, or that found nothing to act on
@@ -18,7 +20,10 @@ configuration, 3 = retryable, 1 = anything else).
 from __future__ import annotations
 
 import difflib
+import reprlib
 from collections.abc import Iterable
+
+from agentguard.limits import SHOWN_CHARACTERS
 
 
 class AgentGuardError(Exception):
@@ -29,12 +34,21 @@ class ConfigError(AgentGuardError, ValueError):
     """A value somebody wrote is wrong. Also a ValueError, so that vLLM's front end answers HTTP 400."""
 
     exit_code = 2
+    status = 400
 
     def __init__(self, field: str, value: object, remedy: str) -> None:
-        super().__init__(f"{field}={value!r}: {remedy}")
+        super().__init__(f"{shown(field)}={_SHORT.repr(value)}: {remedy}")
         self.field = field
         self.value = value
         self.remedy = remedy
+
+
+class TooLargeError(ConfigError):
+    status = 413
+
+
+class TooSlowError(ConfigError):
+    status = 408
 
 
 class ContextLengthError(ConfigError):
@@ -89,8 +103,25 @@ class PluginError(AgentGuardError):
     pass
 
 
+def shown(text: str, characters: int = SHOWN_CHARACTERS) -> str:
+    """Its beginning, where it is long: a message must not carry a whole request."""
+    return text if len(text) <= characters else f"{text[:characters]}…"
+
+
+def _short() -> reprlib.Repr:
+    """`repr` that looks at a bounded part of a value: a few YAML aliases are a list of 10^9 items, and a body may be megabytes."""
+    short = reprlib.Repr()
+    short.maxstring = short.maxother = short.maxlong = SHOWN_CHARACTERS
+    short.maxlevel, short.maxdict, short.maxlist, short.maxtuple = 3, 4, 4, 4
+    return short
+
+
+_SHORT = _short()
+
+
 def nearest(word: str, choices: Iterable[str]) -> str:
     """The hint at the end of an unknown-name message: the closest choice, and all of them."""
     names = sorted(choices)
+    word = shown(word)
     close = difflib.get_close_matches(word, names, n=1)
     return (f"did you mean {close[0]!r}? " if close else "") + "known: " + ", ".join(names)

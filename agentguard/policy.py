@@ -164,6 +164,8 @@ class Policy(_Model):
     engine: EngineOptions = EngineOptions()
     content: bool = False
     """Let operators read the latest words of running traces (`GET /agentguard/tails`). They are in no event and in no recording."""
+    media_hosts: tuple[str, ...] = ()
+    """Hosts from which clients may let the engine fetch images, audio and video, over https; none unless named (SECURITY.md)."""
     max_sessions: int = Field(10_000, ge=1)
     """Sessions remembered; the least recently used one is forgotten first."""
 

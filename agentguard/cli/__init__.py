@@ -17,6 +17,7 @@ from agentguard.errors import AgentGuardError, nearest
 COMMANDS = {
     "demo": ("agentguard.cli.study", "Run the reference pair under strict and relaxed rules and print the table."),
     "doctor": ("agentguard.cli.doctor", "Say what works on this machine, and why not what doesn't."),
+    "keys": ("agentguard.cli.keys", "Make, list and revoke the keys of a gateway's clients, observers and operators."),
     "proxy": ("agentguard.cli.proxy", "Start a LiteLLM proxy in front of the gateway, for agents of all three protocols."),
     "serve": ("agentguard.cli.serve", "Start vLLM with the plugin and the gateway for a local model."),
     "status": ("agentguard.cli.status", "Arms, λ against gain, and the guard's verdicts of a running gateway."),

@@ -15,7 +15,10 @@ from agentguard.economics.ledger import Ledger, ledger_of, setup_of
 from agentguard.engines.openai_http import OpenAIEngine
 from agentguard.engines.vllm_process import VllmProcess, vllm_process
 from agentguard.errors import ConfigError, EngineDiedError, EngineError
+from agentguard.gateway.access import Access
 from agentguard.gateway.app import create_app
+from agentguard.gateway.auth import check_address
+from agentguard.gateway.protocol import BoundedHttp
 from agentguard.middleware import Guard
 from agentguard.policy import Policy
 from agentguard.store import open_store
@@ -43,21 +46,23 @@ class Stack:
 @asynccontextmanager
 async def serve_stack(
     policy: Policy, *, host: str = "127.0.0.1", port: int = 0, api_key: str | None = None, operator_key: str | None = None,
-    hub: Hub | None = None,
+    access: Access | None = None, hub: Hub | None = None,
 ) -> AsyncIterator[Stack]:  # fmt: skip
     """Start an engine for the policy and the gateway in front of it; stop both at the end.
 
-    ``port`` 0 takes a free one. Raises ConfigError for a port in use before the engine is started.
+    ``port`` 0 takes a free one; ``access`` goes before the two keys. Raises ConfigError for a port in use, and for an address
+    others can reach without a key, before the engine is started.
     """
-    hub = hub or Hub()
+    hub, access = hub or Hub(), Access.of(access, api_key, operator_key)
     with bind(host, port) as listener:
+        check_address(listener.getsockname()[0], access.keys)
         async with vllm_process(policy) as engine:
             client = OpenAIEngine(engine.url, api_key=engine.api_key)
             try:
                 async with engine_source(hub, engine.telemetry), economics(policy, hub) as ledger:
                     guard = await Guard.open(client, policy, hub, ledger=ledger)
                     with hub.sink(guard.observe):
-                        async with gateway(guard, listener, api_key=api_key, operator_key=operator_key) as url:
+                        async with gateway(guard, listener, access=access) as url:
                             yield Stack(engine, guard, hub, url)
             finally:
                 await client.aclose()
@@ -66,21 +71,22 @@ async def serve_stack(
 @asynccontextmanager
 async def serve_upstream(
     policy: Policy | None, url: str, *, key: str | None = None, host: str = "127.0.0.1", port: int = 0, api_key: str | None = None,
-    operator_key: str | None = None, hub: Hub | None = None,
+    operator_key: str | None = None, access: Access | None = None, hub: Hub | None = None,
 ) -> AsyncIterator[tuple[Guard, str]]:  # fmt: skip
     """The gateway in front of a server that runs already: any that speaks OpenAI's chat completions, with our plugin or without.
 
     policy: None takes the server's model with the defaults; its ``engine.max_model_len`` is the window of a server that does not
     state one. Yields the guard and the gateway's URL. Raises EngineDiedError when nobody answers at ``url``.
     """
-    hub = hub or Hub()
+    hub, access = hub or Hub(), Access.of(access, api_key, operator_key)
     with bind(host, port) as listener:
+        check_address(listener.getsockname()[0], access.keys)
         client = OpenAIEngine(url, api_key=key, window=policy.engine.max_model_len if policy else None)
         try:
             policy = policy or Policy(model=(await client.info()).model)
             async with economics(policy, hub) as ledger:
                 guard = await Guard.open(client, policy, hub, ledger=ledger)
-                async with gateway(guard, listener, api_key=api_key, operator_key=operator_key) as address:
+                async with gateway(guard, listener, access=access) as address:
                     yield guard, address
         finally:
             await client.aclose()
@@ -100,11 +106,21 @@ async def economics(policy: Policy, hub: Hub) -> AsyncIterator[Ledger]:
 
 @asynccontextmanager
 async def gateway(
-    guard: Guard, listener: socket.socket, *, api_key: str | None = None, operator_key: str | None = None
-) -> AsyncIterator[str]:
-    """The gateway as a server in this event loop, on a bound socket; yields its URL."""
+    guard: Guard, listener: socket.socket, *, api_key: str | None = None, operator_key: str | None = None,
+    access: Access | None = None,
+) -> AsyncIterator[str]:  # fmt: skip
+    """The gateway as a server in this event loop, on a bound socket; yields its URL. Raises ConfigError for an address others can
+    reach without a key."""
+    access = Access.of(access, api_key, operator_key)
+    check_address(listener.getsockname()[0], access.keys)
+    tls = access.tls
     config = uvicorn.Config(
-        create_app(guard, api_key=api_key, operator_key=operator_key),
+        create_app(guard, keys=access.keys, allowed_hosts=access.allowed_hosts),
+        http=BoundedHttp,
+        ws="none",
+        proxy_headers=False,  # nobody's word on where a request came from
+        server_header=False,
+        ssl_context_factory=None if tls is None else lambda *_: tls,
         log_level="warning",
         access_log=False,
         timeout_graceful_shutdown=5,
@@ -118,7 +134,8 @@ async def gateway(
             raise EngineError("the gateway ended while starting; its log says why")
         host, port = listener.getsockname()[:2]
         try:
-            yield f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+            scheme = "http" if tls is None else "https"
+            yield f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
         finally:
             server.should_exit = True
             await asyncio.wait([task], timeout=10)
