@@ -436,7 +436,9 @@ class Step:
                     except EngineError as error:
                         if how != "none":
                             raise
-                        logger.warning("continuation_failed", request=self.request_id, way=kind, error=str(error)[:200])
+                        # its words may quote the trace
+                        told = {"error": type(error).__name__, "status": getattr(error, "status", None)}
+                        logger.warning("continuation_failed", request=self.request_id, way=kind, **told)
                         if kind == "chat":
                             self._engine.facts.carrier = "unknown"
                         continue

@@ -357,11 +357,11 @@ async def _sse(first: Chunk, chunks: Stream, include_usage: bool, told: Reply) -
                 if chunk.get("choices") or include_usage:
                     yield _data(chunk)
         except AgentGuardError as error:
-            logger.warning("stream_failed", error=str(error))
+            logger.warning("stream_failed", error=type(error).__name__)  # the step's event says more
             yield _data(_error_body(error))
             return
         except Exception as error:
-            logger.error("stream_failed", error=repr(error))
+            logger.error("stream_failed", error=type(error).__name__)
             yield _data(
                 {"error": {"message": "internal error of the gateway; its log says more", "type": "server_error", "code": 500}}
             )

@@ -104,14 +104,13 @@ def read_keys(path: Path) -> list[Key]:
     """The keys of a file, none where there is no file. Raises ConfigError for what is no such file, and for one that others than
     its owner may write: whoever can write it can make keys."""
     try:
-        mode = path.stat()
+        status = path.stat()
         raw = path.read_bytes()
     except FileNotFoundError:
         return []
     except OSError as error:
         raise ConfigError("keys", str(path), f"cannot be read ({error.strerror}); 'agentguard keys add' makes it") from None
-    if mode.st_mode & 0o022 or mode.st_uid not in (0, os.getuid()):
-        raise ConfigError("keys", str(path), "others may write it, and so make keys; chmod 600 it, and look who has")
+    _check_owner(path, status)
     try:
         keys = msgspec.json.decode(raw, type=_Kept).keys
     except msgspec.DecodeError as error:
@@ -119,6 +118,11 @@ def read_keys(path: Path) -> list[Key]:
     if len({key.id for key in keys}) < len(keys):
         raise ConfigError("keys", str(path), "holds an id twice; remove one of them")
     return keys
+
+
+def _check_owner(path: Path, status: os.stat_result) -> None:
+    if status.st_mode & 0o022 or status.st_uid not in (0, os.getuid()):
+        raise ConfigError("keys", str(path), "others may write it, and so make keys; chmod 600 it, and look who has")
 
 
 def write_keys(path: Path, keys: Iterable[Key]) -> None:
