@@ -24,5 +24,7 @@ MAX_EVENT = 8 << 20
 """One server-sent event of an upstream; a first chunk may carry a whole prompt's ids (engines.openai_http)."""
 MAX_REPLY = 32 << 20
 """An upstream's whole reply where it is no stream: token ids of a long prompt, metrics, an error's text (engines.openai_http)."""
+MAX_RECIPE = 256 << 10
+"""A recipe's file; YAML is read at some 100 kB a second (policy)."""
 SHOWN_CHARACTERS = 120
 """Of a wrong value in an error message (errors)."""

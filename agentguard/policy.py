@@ -13,7 +13,8 @@ import pydantic
 import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
-from agentguard.errors import ConfigError, nearest
+from agentguard.errors import ConfigError, nearest, shown
+from agentguard.limits import MAX_RECIPE
 from agentguard.rulespec import RuleSpec
 from agentguard.tts_settings import TtsSettings
 
@@ -197,11 +198,15 @@ def load(path: Path) -> Policy:
 def read(path: Path) -> dict[str, Any]:
     """A recipe's mapping, not validated yet; model paths that exist relative to the file are made so. Raises ConfigError."""
     try:
+        if path.stat().st_size > MAX_RECIPE:
+            raise ConfigError("recipe", str(path), f"has more than {MAX_RECIPE} bytes; give the path of a recipe")
         raw = yaml.safe_load(path.read_text())
     except OSError as error:
         raise ConfigError("recipe", str(path), f"cannot be read ({error.strerror}); give the path of a YAML file") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError("recipe", str(path), f"is not YAML: {error}") from None
+    except RecursionError:
+        raise ConfigError("recipe", str(path), "is nested too deep; a recipe has three levels") from None
+    except (yaml.YAMLError, ValueError) as error:  # its own errors, and those of Python's numbers, dates and UTF-8
+        raise ConfigError("recipe", str(path), f"is not YAML: {shown(str(error), 400)}") from None
     if not isinstance(raw, dict):
         raise ConfigError("recipe", str(path), "is not a mapping; it needs at least 'model: PATH'")
     for key in ("model", "draft"):

@@ -15,7 +15,6 @@ from agentguard.errors import ConfigError
 
 REFUSED = ("kv_transfer_params", "ec_transfer_params")
 """Fields of vLLM's own routers, never of a client: they name hosts and ports."""
-_PLAIN = ("text", "thinking", "refusal", "tool_use", "tool_result", "reasoning")
 
 
 def check_fetches(body: Mapping[str, Any], hosts: Collection[str]) -> None:
@@ -25,26 +24,30 @@ def check_fetches(body: Mapping[str, Any], hosts: Collection[str]) -> None:
             raise ConfigError(field, "…", "is the engine's own; leave it out")
     messages = body.get("messages")
     for number, message in enumerate(messages if isinstance(messages, list) else ()):
-        content = message.get("content") if isinstance(message, dict) else None
-        if not isinstance(content, list):
-            continue
-        for place, part in enumerate(content):
-            if isinstance(part, dict) and part.get("type") not in _PLAIN:
-                for name, url in _urls(part):
-                    _check(f"messages.{number}.content.{place}.{name}", url, hosts)
+        if isinstance(message, dict) and isinstance(message.get("content"), dict | list):
+            for field, url in _urls(message["content"], f"messages.{number}.content"):
+                _check(field, url, hosts)
 
 
-def _urls(part: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """vLLM takes `image_url`, `audio_url`, `video_url` and others like them, as text or as an object with `url`. The type need not
-    match: it looks at the keys too, so every text that begins like a URL of some scheme counts."""
-    for name, value in part.items():
-        held = value.get("url") if isinstance(value, Mapping) else value
-        if (
-            isinstance(held, str)
-            and name != "text"
-            and (name.endswith("_url") or name in ("url", "file", "image", "video", "audio"))
-        ):
-            yield name, held
+def _urls(content: Any, where: str) -> Iterator[tuple[str, str]]:
+    """vLLM takes `image_url`, `audio_url`, `video_url` and others like them, as text or as an object with `url`, and looks at the
+    keys whatever the part's type says. So every text below such a key counts, however deep it lies."""
+    todo: list[tuple[str, Any, bool]] = [(where, content, False)]
+    while todo:
+        field, held, fetched = todo.pop()
+        if isinstance(held, dict):
+            for name, inner in held.items():
+                media = name.endswith("url") or name in _MEDIA
+                todo.append((f"{field}.{name}", inner, media or (fetched and name not in _BESIDE)))
+        elif isinstance(held, list):
+            todo += [(f"{field}.{place}", inner, fetched) for place, inner in enumerate(held)]
+        elif isinstance(held, str) and fetched:
+            yield field, held
+
+
+_MEDIA = ("file", "image", "video", "audio")
+_BESIDE = ("detail", "format", "media_type", "type", "text", "data", "file_data", "filename", "file_id", "id", "name", "uuid")
+"""What stands in such an object beside the URL."""
 
 
 def _check(field: str, url: str, hosts: Collection[str]) -> None:
