@@ -66,6 +66,7 @@ class ContextLengthError(ConfigError):
 
 class SessionLimitError(AgentGuardError):
     code = "session_limit"
+    field = "session"
 
     def __init__(self, session: str, meter: str, value: int, limit: int) -> None:
         super().__init__(
@@ -91,12 +92,14 @@ class EngineDiedError(EngineError):
 
 
 class EngineRequestError(EngineError):
-    """``retry_after``: the header of that name, as the engine sent it."""
+    """``retry_after``: the header of that name, as the engine sent it; ``field``: what it says is wrong, "engine" where it says
+    nothing of the kind."""
 
-    def __init__(self, status: int, message: str, retry_after: str | None = None) -> None:
+    def __init__(self, status: int, message: str, retry_after: str | None = None, field: str = "engine") -> None:
         super().__init__(message)
         self.status = status
         self.retry_after = retry_after
+        self.field = field
 
 
 class PluginError(AgentGuardError):

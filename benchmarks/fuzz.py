@@ -1,7 +1,7 @@
-"""Fuzzers at length: `python -m benchmarks.fuzz --json FILE`. What is fuzzed, and what must hold: tests/fuzz/targets.py, tests/fuzz/http.py.
+"""Fuzzers at length: `python -m benchmarks.fuzz --json FILE`. What is fuzzed and what must hold is in tests/fuzz.
 
-Each target runs in a process of its own, so that its memory is its own; `--only sse --first 4711 --inputs 1` makes one input again. Exit
-status 1 when anything was found: a bug, a hang, memory that grows, or a target that only ever accepts or refuses.
+Each target runs in a process of its own, so that its memory is its own; `--only sse --first 4711 --inputs 1` makes one input again.
+Exit status 1 when anything was found: a bug, a hang, memory that grows, or a target that only ever accepts or refuses.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ def main() -> int:
         print(f"{row['target']}: {row['inputs']} inputs in {row['seconds']} s, {wrong}", file=sys.stderr, flush=True)
         if options.json is not None:
             total = sum(r["inputs"] for r in rows)
-            text = json.dumps({"seed": options.seed, "inputs": total, "seconds": round(time.perf_counter() - started), "rows": rows}, indent=1)
+            text = json.dumps(
+                {"seed": options.seed, "inputs": total, "seconds": round(time.perf_counter() - started), "rows": rows}, indent=1
+            )
             options.json.write_text(text + "\n")
 
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:

@@ -248,12 +248,14 @@ def _decode(data: str) -> Any:
 
 def _refusal(status: int, text: str, retry_after: str | None = None) -> EngineRequestError:
     """The upstream's own message, with its status."""
+    field: Any = None
     try:
         message = json.loads(text)
         message = message.get("error", message)
-        message = message.get("message", text) if isinstance(message, dict) else str(message)
+        if isinstance(message, dict):
+            message, field = message.get("message", text), message.get("param")
     except (ValueError, RecursionError, AttributeError):
         message = text
     # it goes into our answer's header, so it has to be what the header may hold: seconds or a date
     wait = retry_after if retry_after is not None and _WAIT.fullmatch(retry_after) else None
-    return EngineRequestError(status, str(message)[:MESSAGE], wait)
+    return EngineRequestError(status, str(message)[:MESSAGE], wait, field[:80] if isinstance(field, str) and field else "engine")

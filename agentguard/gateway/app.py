@@ -97,14 +97,19 @@ def create_app(guard: Guard, *, keys: Keyring | None = None, allowed_hosts: Coll
         told = guard.close(request=asked.request, session=asked.session, why=asked.why)
         if told:
             acted("close", asked.request or asked.session, f"closed {told} trace{'s' * (told != 1)}: {asked.why}")
-        return JSONResponse({"told": told}, 200 if told else 404)
+        if not told:
+            field, value = ("request", asked.request) if asked.request else ("session", asked.session)
+            return JSONResponse({"told": 0} | _refusal(404, field, f"{field}={shown(value)!r}: no such trace runs"), 404)
+        return JSONResponse({"told": told})
 
     async def raise_limit(request: Request) -> Response:
         asked = RaiseLimit.read(await _body(request))
         known = guard.raise_limit(asked.session, asked.meter, asked.limit)
         if known:
             acted("limit", asked.session, f"limit of {asked.meter} is {asked.limit} now")
-        return JSONResponse({"known": known}, 200 if known else 404)
+        if not known:
+            return JSONResponse({"known": False} | _refusal(404, "session", f"session={shown(asked.session)!r}: is not known"), 404)
+        return JSONResponse({"known": True})
 
     async def tts(request: Request) -> Response:
         asked = SetTts.read(await _body(request)) if request.method == "POST" else SetTts()
@@ -123,8 +128,7 @@ def create_app(guard: Guard, *, keys: Keyring | None = None, allowed_hosts: Coll
 
     async def tails(_: Request) -> Response:
         if not guard.policy.content:
-            message = "this gateway gives no content; set 'content: true' in its recipe"
-            return JSONResponse({"error": {"message": message, "type": "invalid_request_error", "code": 403}}, 403)
+            return JSONResponse(_refusal(403, "content", "this gateway gives no content; set 'content: true' in its recipe"), 403)
         latest = list(guard.running.items())[-TAILS:]
         return JSONResponse({"tails": {request: step.tail(TAIL_CHARACTERS) for request, (_, step) in latest}})
 
@@ -195,7 +199,12 @@ def create_app(guard: Guard, *, keys: Keyring | None = None, allowed_hosts: Coll
             Route("/metrics", metrics),
             Route("/health", health),
         ],
-        exception_handlers={AgentGuardError: _on_error, ClientDisconnect: _on_client_gone, HTTPException: _on_no_route},
+        exception_handlers={
+            AgentGuardError: _on_error,
+            ClientDisconnect: _on_client_gone,
+            HTTPException: _on_no_route,
+            Exception: _on_bug,
+        },
     )
     app.router.redirect_slashes = False  # a redirect's address is made from the Host header, which is the client's to choose
     if keys.asks:
@@ -362,9 +371,7 @@ async def _sse(first: Chunk, chunks: Stream, include_usage: bool, told: Reply) -
             return
         except Exception as error:
             logger.error("stream_failed", error=type(error).__name__)
-            yield _data(
-                {"error": {"message": "internal error of the gateway; its log says more", "type": "server_error", "code": 500}}
-            )
+            yield _data(_BUG)
             return
     if told.closed or told.notes:
         yield f": agentguard closed={told.closed or 'no'} notes={','.join(told.notes)}\n\n".encode()
@@ -456,7 +463,12 @@ def _error_body(error: AgentGuardError) -> dict[str, Any]:
     status = _status(error)
     kind = "invalid_request_error" if status < 500 else "server_error"
     told = {"message": str(error), "type": kind, "code": getattr(error, "code", status)}
-    return {"error": told | ({"param": error.field} if isinstance(error, ConfigError) else {})}
+    field = getattr(error, "field", "") if status < 500 else ""
+    return {"error": told | ({"param": field} if field else {})}
+
+
+def _refusal(status: int, field: str, message: str) -> dict[str, Any]:
+    return {"error": {"message": message, "type": "invalid_request_error", "code": status, "param": field}}
 
 
 async def _on_client_gone(_: Request, __: Exception) -> Response:
@@ -464,12 +476,19 @@ async def _on_client_gone(_: Request, __: Exception) -> Response:
     return _CLIENT_GONE
 
 
+_BUG = {"error": {"message": "internal error of the gateway; its log says more", "type": "server_error", "code": 500}}
+
+
+async def _on_bug(_: Request, __: Exception) -> Response:
+    """A mistake of ours; the server logs it."""
+    return JSONResponse(_BUG, 500)
+
+
 async def _on_no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     field, value = ("method", request.method) if error.status_code == 405 else ("path", request.url.path)
     message = f"{field}={shown(value)!r}: {error.detail.lower()}; see the README for the gateway's routes"
-    told = {"message": message, "type": "invalid_request_error", "code": error.status_code, "param": field}
-    return JSONResponse({"error": told}, error.status_code, error.headers)
+    return JSONResponse(_refusal(error.status_code, field, message), error.status_code, error.headers)
 
 
 async def _on_error(_: Request, error: Exception) -> Response:
