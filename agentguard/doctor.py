@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from agentguard.errors import AgentGuardError
 from agentguard.reference import DRAFTS, reference_model
+from agentguard.supply import site_hooks
 
 PROBE_TIMEOUT_S = 180
 REMEDY = "set the environment up again with 'make clean install', and see that pip's torch is the build locks/engine-cpu.txt names"
@@ -72,6 +73,7 @@ class Check:
 def examine(*, generate: bool = False) -> list[Check]:
     """All checks, in the order a reader needs them; ``generate`` adds a one-token generation with the reference target."""
     checks = [Check("python", sys.version_info >= (3, 11), f"{sys.version.split()[0]} (3.11 or newer)")]
+    checks.append(_start_up_files())
     checks += _plugin()
     for extra, module, what in (
         ("gateway", "starlette", "gateway"),
@@ -89,6 +91,14 @@ def examine(*, generate: bool = False) -> list[Check]:
         except AgentGuardError as error:
             checks.append(Check(f"reference pair: {name}", False, str(error)))
     return [*checks, _generation()] if generate else checks
+
+
+def _start_up_files() -> Check:
+    """Does anything run whenever this Python starts? Two compromised releases of LiteLLM came with such a file."""
+    hooks = site_hooks()
+    bad = [f"{hook.path} {hook.why}" for hook in hooks if hook.why]
+    detail = f"{len(hooks)} .pth files, none unexpected" if not bad else f"{'; '.join(bad)}; see whose it is before you remove it"
+    return Check("start-up files", not bad, detail)
 
 
 def _plugin() -> list[Check]:
@@ -116,7 +126,7 @@ def _child(code: str, *arguments: str, env: Mapping[str, str] | None = None) -> 
     """Run Python code in a child: what it printed behind PROBE, or None and the last line of its errors."""
     command = [sys.executable, "-c", code, *arguments]
     try:
-        done = subprocess.run(
+        done = subprocess.run(  # noqa: S603  # nosec B603  # a list of our own, no shell
             command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False, env={**os.environ, **(env or {})}
         )
     except subprocess.TimeoutExpired:

@@ -222,6 +222,8 @@ def parse(raw: dict[str, Any]) -> Policy:
         return Policy.model_validate(raw)
     except pydantic.ValidationError as error:
         raise _config_error(error) from None
+    except UnicodeEncodeError:  # YAML writes such a half as "\\ud800", and pydantic cannot even complain of it
+        raise ConfigError("recipe", "…", "holds half a surrogate pair, which is no character; write whole ones") from None
 
 
 def _config_error(error: pydantic.ValidationError) -> ConfigError:

@@ -517,6 +517,14 @@ def _plain(kind: Any) -> Any:
 
 
 _EVENTS: list[Any] = []
+DEEP = (
+    b"\x82"
+    + msgspec.msgpack.encode("type")
+    + msgspec.msgpack.encode("step_finished")
+    + msgspec.msgpack.encode("x")
+    + b"\x91" * 100_000
+)
+"""An event with a field nobody knows, nested without end."""
 
 
 @dataclass
@@ -540,7 +548,7 @@ def make_wire(rng: random.Random) -> Wire:
     if rng.random() < 0.3:
         raw = make.bent_bytes(rng, raw)
     if rng.random() < 0.003:
-        raw = b"\x91" * 100_000 if kind == "msgpack" else b'{"type":' + b"[" * 100_000
+        raw = DEEP if kind == "msgpack" else b'{"type":' + b"[" * 100_000
     return Wire(kind, raw)
 
 
