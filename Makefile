@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 LOCK := locks/engine-cpu.txt
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-clients mini-swe-agent lint install clean
+.PHONY: demo test test-clients mini-swe-agent smollm2 lint install clean
 
 demo: $(STAMP)
 	$(BIN)/agentguard demo
@@ -16,10 +16,15 @@ test: $(STAMP)
 # Claude Code, Codex, opencode, qwen-code (npm) and mini-swe-agent, into the user's cache, and the tests that run them.
 test-clients: $(STAMP)
 	$(BIN)/python -m tests.proxy.clients --npm
+	$(BIN)/python -m tests.proxy.smollm2
 	$(BIN)/python -m pytest -m clients
 
 mini-swe-agent: $(STAMP)
 	$(BIN)/python -m tests.proxy.clients
+
+# The model that real agents talk to in the tests: the SmolLM2 target, 260 MB in the user's cache.
+smollm2: $(STAMP)
+	$(BIN)/python -m tests.proxy.smollm2
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -6,6 +6,8 @@
     │   ├── TooSlowError        a request whose body did not arrive in time
     │   └── ContextLengthError  the prompt leaves no room for an answer in the context window
     ├── SessionLimitError  a session has used up what its recipe allows; an operator may raise the limit
+    ├── SessionBusyError   its running steps hold what is left
+    ├── BusyError          the gateway or a caller has too much running; says when to come again
     ├── ActionRefusedError an operator's action that this monitor does not take, or that found nothing to act on
     ├── EngineError        the engine did something we cannot work around
     │   ├── EngineStartError    it never became ready
@@ -73,6 +75,32 @@ class SessionLimitError(AgentGuardError):
             f"session {session!r} is stopped: {meter} is {value} of {limit}; start a new session, or raise the limit with "
             f"POST /agentguard/sessions/limit"
         )
+
+
+class SessionBusyError(AgentGuardError):
+    """The session's running steps hold what its limit leaves; one of them has to end first."""
+
+    code = "session_busy"
+    field = "session"
+
+    def __init__(self, session: str, value: int, limit: int) -> None:
+        super().__init__(
+            f"session {session!r} has used {value} of {limit} tokens and its running steps hold the rest; send this again when "
+            f"one has ended, or give max_tokens, which leaves room for others"
+        )
+
+
+class BusyError(AgentGuardError):
+    """``status``: 429 where the caller itself is the reason, 503 where the gateway is."""
+
+    exit_code = 3
+
+    def __init__(self, status: int, code: str, message: str, retry_after_s: int) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.retry_after_s = retry_after_s
+        self.field = "caller"
 
 
 class ActionRefusedError(AgentGuardError):

@@ -26,6 +26,7 @@ GUESSED = "h-"
 IDLE_S = 1800.0
 RETRY_S = 60.0
 _VENDOR = re.compile(r"x-[a-z0-9-]+-session-id")
+_GUESS = re.compile(GUESSED + r"[0-9a-f]{16}(\.\d+)?")
 _SAFE = re.compile(r"[\x21-\x7e]{1,256}")
 _VOLATILE = re.compile(
     r"<system-reminder>.*?(?:</system-reminder>|\Z)|x-anthropic-billing-header:[^\n]*"
@@ -55,7 +56,7 @@ class Identity:
     @property
     def guessed(self) -> bool:
         """Recognised by its prompt alone, so two like tasks may be taken for one: its limits warn and never stop it."""
-        return self.session.startswith(GUESSED)
+        return _GUESS.fullmatch(self.session) is not None
 
 
 def identify(headers: Mapping[str, str], body: Mapping[str, Any]) -> Identity:

@@ -18,18 +18,21 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import msgspec
 import structlog
 
 from agentguard.economics.cells import CANCELLED
 from agentguard.economics.classes import Classes, is_side_call, kind_of
 from agentguard.economics.ledger import Ledger, ledger_of
 from agentguard.engines.base import Engine, EngineInfo, Stream
+from agentguard.engines.pool import pool_of
 from agentguard.errors import (
     AgentGuardError,
     ConfigError,
     ContextLengthError,
     EngineDiedError,
     EngineRequestError,
+    SessionBusyError,
     SessionLimitError,
     nearest,
 )
@@ -52,11 +55,15 @@ from agentguard.policy import Policy
 from agentguard.redact import without_content
 from agentguard.requests import ChatRequest
 from agentguard.rulespec import RuleSpec
-from agentguard.session import Session, Sessions
+from agentguard.session import Record, Session, Sessions
 from agentguard.step import Closed, Step
+from agentguard.store import StoreError
+from agentguard.store.accounts import Ask, Grant, Key, Refusal, Settlement, keys_of
+from agentguard.store.books import PATIENCE_S, Books
+from agentguard.store.sessions import MemorySessions
 from agentguard.telemetry.hub import Hub
 from agentguard.trace.controller import Controller
-from agentguard.trace.cutoff import Cap, Term, growth_pressure, think_cap
+from agentguard.trace.cutoff import Cap, Term, growth_pressure, step_budget, think_cap
 from agentguard.trace.loops import LoopDetector
 from agentguard.trace.markers import Family, Markers, generic, of_policy
 from agentguard.trace.tally import MarkerIds
@@ -68,6 +75,7 @@ _OVERFLOW = re.compile(
     re.IGNORECASE,
 )
 """A prompt too long, in the words of vLLM, SGLang, llama.cpp and others."""
+_RECORDS = msgspec.json.Decoder(Record)
 _DATA = re.compile(r"data:[\w/+.-]+;base64,[\w+/=]+")
 
 
@@ -86,13 +94,15 @@ class Reply:
 
 
 class Guard:
-    """One engine, many sessions. Create with `Guard.open`; it owns no task of its own."""
+    """One engine or a pool of them, many sessions. Create with `Guard.open`; it owns no task of its own."""
 
     def __init__(
         self, engine: Engine, policy: Policy, hub: Hub, info: EngineInfo, family: Family, ids: MarkerIds | None,
-        ledger: Ledger | None = None,
+        ledger: Ledger | None = None, books: Books | None = None,
     ) -> None:  # fmt: skip
+        self._pool = pool_of(engine)
         self.engine = engine
+        self.books = books or Books(MemorySessions(policy.max_sessions))
         self.policy = policy
         self.hub = hub
         self.info = info
@@ -114,14 +124,15 @@ class Guard:
 
     @classmethod
     async def open(
-        cls, engine: Engine, policy: Policy, hub: Hub, markers: Markers | None = None, ledger: Ledger | None = None
-    ) -> Guard:
+        cls, engine: Engine, policy: Policy, hub: Hub, markers: Markers | None = None, ledger: Ledger | None = None,
+        books: Books | None = None,
+    ) -> Guard:  # fmt: skip
         """Ask the engine for its model and window, and for the ids of its think markers where it can tell."""
         derived = await asyncio.to_thread(of_policy, policy)
         family = derived.family if markers is None else generic(markers.start, markers.end)
         info = await engine.info()
         ids = await _marker_ids(engine, family)
-        guard = cls(engine, policy, hub, info, family, ids, ledger)
+        guard = cls(engine, policy, hub, info, family, ids, ledger, books)
         hub.publish(guard.ready())
         guard.derived = derived.statement if markers is None else "the markers were given"
         return guard
@@ -130,6 +141,10 @@ class Guard:
     def exact(self) -> bool:
         """Tokens are counted by id; otherwise counts are estimates from the text."""
         return self._ids is not None
+
+    def engines(self) -> dict[str, str]:
+        """The engines by name, with why one is away, "" for one that is not."""
+        return {engine.name: self._pool.away.get(engine.name, "") for engine in self._pool.engines}
 
     def ready(self) -> EngineReady:
         cutoff = self.policy.cutoff
@@ -156,18 +171,25 @@ class Guard:
             step.ask_to_close(why)
         return len(told)
 
-    def raise_limit(self, session: str, meter: str, limit: int) -> bool:
-        """Let a stopped session go on: its new limit of "steps" or "tokens", or any value for "no_progress". False: no such one."""
+    async def raise_limit(self, session: str, meter: str, limit: int) -> bool:
+        """Let a stopped session go on, in every worker: its new limit of "steps" or "tokens", or any value for "no_progress".
+
+        False: no such one. Raises StoreError.
+        """
         if meter not in ("steps", "tokens", "no_progress"):
             raise ConfigError("meter", meter, "one of steps, tokens, no_progress")
-        found = [s for s in self.sessions if str(s.identity) == session]
-        for one in found:
-            if meter == "no_progress":
-                one.idle = 0
-            else:
-                one.raised[meter] = limit
-            one.warned = {key for key in one.warned if key[0] != meter}
-        return bool(found)
+        goes_on = msgspec.json.encode(Record()).decode() if meter == "no_progress" else ""
+        known = False
+        for key in keys_of(session):
+            known |= await self.books.store.raise_limit(key, meter, None if goes_on else limit, goes_on)
+        for one in self.sessions:
+            if str(one.identity) == session:
+                if goes_on:
+                    one.idle = 0
+                else:
+                    one.raised[meter] = limit
+                one.warned = {key for key in one.warned if key[0] != meter}
+        return known
 
     async def stream(
         self, body: Mapping[str, Any], identity: Identity, *, route: str = "chat", side: bool = False, reply: Reply | None = None
@@ -177,7 +199,8 @@ class Guard:
         ``route`` names the protocol the client speaks and ``side`` that it calls this a side call, both for the economics;
         ``reply`` is filled with what there is to tell besides.
         Raises ConfigError for a bad request (nothing was sent), ContextLengthError for a prompt that leaves no room,
-        SessionLimitError for a session at its limit, EngineRequestError and EngineDiedError from the engine. Closing the iterator
+        SessionLimitError for a session at its limit, SessionBusyError while its running steps hold what is left, StoreError for a
+        limited session whose account cannot be read, EngineRequestError and EngineDiedError from the engine. Closing the iterator
         cancels the step in the engine; its accounts are published either way.
         """
         reply = reply if reply is not None else Reply()
@@ -185,134 +208,243 @@ class Guard:
         if request.model not in (None, self.info.model):
             raise ConfigError("model", request.model, f"this gateway serves {self.info.model!r}; ask for that, or leave it out")
         asked = self._asked_rule(request)
-        budget, moved = request.budget
         session = self.sessions.get(identity)
-        reply.warnings = self._check_limits(session)
         if session.overflowed and _digest(body) in session.overflowed:
             raise ContextLengthError(None, self.info.max_model_len)
-        first = session.steps_started == 0
-        number, request_id = session.next_step(), uuid.uuid4().hex  # before anything is awaited: parallel steps count too
-        try:
-            prompt = await self.engine.tokenize_chat({"model": self.info.model, **body})
-        except BaseException:
-            session.steps_started -= 1
-            raise
-        length = len(prompt) if prompt is not None else self._estimate(body)
-        kind = kind_of(request.messages, number)
-        workload = self._classes.name(self.info.model, route, kind)
-        side = is_side_call(body, request.limit, session_used_tools=session.used_tools, first=first, marked=side)
-        assigned = self.ledger.assign(str(identity), workload, pinned=asked, side=side)
-        try:
-            cap = self._cap(request, budget, session, length, workload, exact=prompt is not None)
-        except ContextLengthError:
-            session.remember_overflow(_digest(body))
-            raise
-        fingerprint = request.fingerprint()
-        retries = session.cut.get(fingerprint, 0)
-        if retries and not cap.off:
-            # a deterministic server repeats the very trace that was cut, so it gets half the room, and then none
-            cap = cap.limited(cap.think_cap // 2 if retries == 1 else 0, Term.RETRY)
-        session.used_tools |= bool(request.tools)
-        self.ledger.started(request_id, assigned)
-        started = time.perf_counter()
-        controller = Controller(
-            cap, traces=session.traces, deadline_s=self.policy.cutoff.deadline_s,
-            loops=LoopDetector() if self.policy.cutoff.loops else None, ready=self.policy.cutoff.ready,
-        )  # fmt: skip
-        xargs = {"ag_phase": self.policy.phase} | dict(request.vllm_xargs or {}) | {"ag_rule": assigned.rule}
-        upstream = self._upstream(request, cap, xargs, exact=prompt is not None)
-        step = Step(
-            self.engine, request, upstream, controller, request_id=request_id, session=identity.session, prompt=prompt,
-            prompt_tokens=length, family=self.family, ids=self._ids, usual_answer=session.usual_answer,
-            on_close=partial(self._closed, str(identity), number, request_id),
-        )  # fmt: skip
-        step.notes += [Note.BUDGET_MOVED] * moved + [Note.IDENTICAL_RETRY] * bool(retries)
-        if moved:
-            logger.warning("budget_alias", session=str(identity), budget=budget, remedy="send it as thinking_token_budget")
-        self._advise(reply, session, identity, number, request_id, length, side=side)
-        self.running[request_id] = (identity, step)
-        self.begun[request_id] = StepStarted(
-            t=time.time(), session=str(identity), step=number, request=request_id, model=self.info.model, rule=assigned.rule,
-            prompt_tokens=length, budget=cap.budget, think_cap=cap.think_cap, bound_by=cap.bound_by, arm=assigned.arm,
-            workload=assigned.workload, assigned=assigned.reason, agent=identity.agent,
-        )  # fmt: skip
-        self.hub.publish(self.begun[request_id])
-        error = CANCELLED
-        try:
-            async with aclosing(step.run()) as chunks:
-                async for chunk in chunks:
-                    reply.closed, reply.notes = step.closed or "", step.notes
-                    yield chunk
-            error, self.died = "", None
-        except EngineRequestError as failure:
-            error = without_content(str(failure), body)
-            if failure.status in (400, 413) and _OVERFLOW.search(str(failure)):
-                # agents act on the code, and few know every server's own words for it (earendil-works/pi#5930)
-                session.remember_overflow(_digest(body))
-                raise ContextLengthError(None if prompt is None else length, self.info.max_model_len) from failure
-            raise
-        except AgentGuardError as failure:
-            error = without_content(str(failure), body)
-            if isinstance(failure, EngineDiedError) and self.died is None:
-                self.died = EngineDied(t=time.time(), engine=self.engine.name, reason=error)
-                self.hub.publish(self.died)
-            raise
-        except Exception as failure:
-            error = without_content(f"internal: {failure!r}", body)
-            raise
-        finally:
-            del self.running[request_id], self.begun[request_id]
-            tally = step.tally
-            event = StepFinished(
-                t=time.time(), session=str(identity), step=number, request=request_id, model=self.info.model, rule=assigned.rule,
-                prompt_tokens=step.prompt_tokens, tokens=tally.total, think_tokens=tally.think, answer_tokens=tally.answer,
-                marker_tokens=tally.markers, rounds=step.rounds, drafted=step.drafted, accepted=step.accepted,
-                closed=step.closed or "", continued=step.continued, empty_answer=step.empty and not error,
-                finish_reason=step.finish_reason, estimated=step.estimated, ttlt_s=time.perf_counter() - started, error=error,
-                arm=assigned.arm, workload=assigned.workload, notes=list(step.notes), reported_think=step.reported_think,
-                agent=identity.agent,
-            )  # fmt: skip
-            session.add(event, fingerprint, side=side, agent=identity.agent)
-            self.hub.publish(event)
-            self._alarm(session, number)
+        failed: list[str] = []
+        while True:
+            engine = self._pool.choose(str(identity), failed)
+            assert engine is not None
+            told = False
             try:
-                self.ledger.finished(event, assigned, session.sums)
-            except Exception as failure:  # counting must never break a client's stream
-                logger.error("economics_failed", request=request_id, error=repr(failure))
+                async with aclosing(self._step(engine, body, request, identity, asked, route, side, reply)) as chunks:
+                    async for chunk in chunks:
+                        told = True
+                        yield chunk
+                return
+            except EngineDiedError as error:
+                self._pool.failed(engine, error)
+                failed.append(engine.name)
+                # in the middle of a stream another engine would go on with other words, so the client is told and may ask again
+                if told or self._pool.choose(str(identity), failed) is None:
+                    raise
+                logger.warning("failover", session=str(identity), engine=engine.name, error=str(error))
 
-    def _upstream(self, request: ChatRequest, cap: Cap, xargs: dict[str, Any], *, exact: bool) -> dict[str, Any]:
+    async def _step(
+        self, engine: Engine, body: Mapping[str, Any], request: ChatRequest, identity: Identity, asked: str, route: str, side: bool,
+        reply: Reply,
+    ) -> Stream:  # fmt: skip
+        """One step on one engine: what it may use is reserved once its prompt is measured, and settled when it has ended."""
+        prompt = await engine.tokenize_chat({"model": self.info.model, **body})
+        exact = prompt is not None
+        length = len(prompt) if prompt is not None else self._estimate(body, engine)
+        try:
+            want = self._want(request, length, exact=exact)
+        except ContextLengthError:
+            self.sessions.get(identity).remember_overflow(_digest(body))
+            raise
+        request_id = uuid.uuid4().hex
+        session, number, granted, account = await self._reserve(identity, request_id, want, reply)
+        event: StepFinished | None = None
+        overflow = fingerprint = ""
+        try:
+            budget, moved = request.budget
+            kind = kind_of(request.messages, number)
+            workload = self._classes.name(self.info.model, route, kind)
+            side = is_side_call(body, request.limit, session_used_tools=session.used_tools, first=number == 1, marked=side)
+            assigned = self.ledger.assign(str(identity), workload, pinned=asked, side=side)
+            cap = self._cap(granted, budget, session, length, workload, exact=exact)
+            fingerprint = request.fingerprint()
+            retries = session.cut.get(fingerprint, 0)
+            if retries and not cap.off:
+                # a deterministic server repeats the very trace that was cut, so it gets half the room, and then none
+                cap = cap.limited(cap.think_cap // 2 if retries == 1 else 0, Term.RETRY)
+            session.used_tools |= bool(request.tools)
+            self.ledger.started(request_id, assigned)
+            started = time.perf_counter()
+            controller = Controller(
+                cap, traces=session.traces, deadline_s=self.policy.cutoff.deadline_s,
+                loops=LoopDetector() if self.policy.cutoff.loops else None, ready=self.policy.cutoff.ready,
+            )  # fmt: skip
+            xargs = {"ag_phase": self.policy.phase} | dict(request.vllm_xargs or {}) | {"ag_rule": assigned.rule}
+            upstream = self._upstream(engine, request, cap, xargs, exact=exact, limited=self.policy.limits.tokens is not None)
+            step = Step(
+                engine, request, upstream, controller, request_id=request_id, session=identity.session, prompt=prompt,
+                prompt_tokens=length, family=self.family, ids=self._ids, usual_answer=session.usual_answer,
+                on_close=partial(self._closed, str(identity), number, request_id),
+            )  # fmt: skip
+            self.books.follow(account, _key(identity), lambda: step.tally.total)
+            step.notes += [Note.BUDGET_MOVED] * moved + [Note.IDENTICAL_RETRY] * bool(retries)
+            if moved:
+                logger.warning("budget_alias", session=str(identity), budget=budget, remedy="send it as thinking_token_budget")
+            self._advise(reply, session, identity, number, request_id, length, side=side)
+            self.running[request_id] = (identity, step)
+            self.begun[request_id] = StepStarted(
+                t=time.time(), session=str(identity), step=number, request=request_id, model=self.info.model, rule=assigned.rule,
+                prompt_tokens=length, budget=cap.budget, think_cap=cap.think_cap, bound_by=cap.bound_by, arm=assigned.arm,
+                workload=assigned.workload, assigned=assigned.reason, agent=identity.agent,
+            )  # fmt: skip
+            self.hub.publish(self.begun[request_id])
+            error = CANCELLED
+            try:
+                async with aclosing(step.run()) as chunks:
+                    async for chunk in chunks:
+                        reply.closed, reply.notes = step.closed or "", step.notes
+                        yield chunk
+                error, self.died = "", None
+                self._pool.answered(engine)
+            except EngineRequestError as failure:
+                error = without_content(str(failure), body)
+                if failure.status in (400, 413) and _OVERFLOW.search(str(failure)):
+                    # agents act on the code, and few know every server's own words for it (earendil-works/pi#5930)
+                    overflow = _digest(body)
+                    session.remember_overflow(overflow)
+                    raise ContextLengthError(None if prompt is None else length, self.info.max_model_len) from failure
+                raise
+            except AgentGuardError as failure:
+                error = without_content(str(failure), body)
+                if isinstance(failure, EngineDiedError) and self.died is None:
+                    self.died = EngineDied(t=time.time(), engine=engine.name, reason=error)
+                    self.hub.publish(self.died)
+                raise
+            except Exception as failure:
+                error = without_content(f"internal: {failure!r}", body)
+                raise
+            finally:
+                del self.running[request_id], self.begun[request_id]
+                tally = step.tally
+                event = StepFinished(
+                    t=time.time(), session=str(identity), step=number, request=request_id, model=self.info.model,
+                    rule=assigned.rule, prompt_tokens=step.prompt_tokens, tokens=tally.total, think_tokens=tally.think,
+                    answer_tokens=tally.answer, marker_tokens=tally.markers, rounds=step.rounds, drafted=step.drafted,
+                    accepted=step.accepted, closed=step.closed or "", continued=step.continued,
+                    empty_answer=step.empty and not error, finish_reason=step.finish_reason, estimated=step.estimated,
+                    ttlt_s=time.perf_counter() - started, error=error, arm=assigned.arm, workload=assigned.workload,
+                    notes=list(step.notes), reported_think=step.reported_think, agent=identity.agent,
+                )  # fmt: skip
+                session.add(event, fingerprint, side=side, agent=identity.agent)
+                self.hub.publish(event)
+                self._alarm(session, number)
+                try:
+                    self.ledger.finished(event, assigned, session.sums)
+                except Exception as failure:  # counting must never break a client's stream
+                    logger.error("economics_failed", request=request_id, error=repr(failure))
+        finally:
+            await self._settle(session, account, event, fingerprint, side=side, overflow=overflow)
+
+    async def _reserve(self, identity: Identity, request_id: str, want: int, reply: Reply) -> tuple[Session, int, int, str]:
+        """The step's session as the store knows it, its number, the tokens it may generate, and its name in the account.
+
+        Raises SessionLimitError, SessionBusyError, and StoreError for a limited session while the store is away: nobody knows then
+        what others have used. Any other session is served, and its settlement kept for later.
+        """
+        limits, key = self.policy.limits, _key(identity)
+        known = self.sessions.get(identity)
+        stops = not identity.guessed
+        ask = Ask(
+            request_id, want, min(want, self.policy.cutoff.answer_floor), limits.steps if stops else None,
+            limits.tokens if stops else None, self.books.lease_s, known.seq, known.born,
+        )  # fmt: skip
+        try:
+            answer = await self.books.reserve(key, ask)
+        except StoreError as error:
+            if stops and (limits.steps is not None or limits.tokens is not None):
+                raise StoreError(f"the session's limits cannot be checked: {error}") from error
+            reply.warnings = self._check_limits(known)
+            known.steps_started += 1
+            # the reservation that failed is taken back under its name, so the step has another one
+            return known, known.steps_started, want, f"{request_id}.late"
+        session = self._synced(identity, answer)
+        if isinstance(answer, Refusal):
+            if answer.meter == "busy":
+                raise SessionBusyError(str(identity), answer.value, answer.limit)
+            meter = "tokens" if answer.meter == "tokens" else "steps"
+            raise SessionLimitError(str(identity), meter, answer.value, answer.limit)
+        try:
+            reply.warnings = self._check_limits(session)
+        except SessionLimitError:
+            self.books.post(key, Settlement(request_id, undo=True))
+            raise
+        session.steps_started = max(session.steps_started, answer.number)
+        return session, answer.number, answer.tokens, request_id
+
+    def _synced(self, identity: Identity, answer: Grant | Refusal) -> Session:
+        """This worker's session with what others have added."""
+        session, meters = self.sessions.get(identity), answer.meters
+        if session.born != meters.born:
+            if session.born:  # it was forgotten, and begins anew
+                self.sessions.forget(identity)
+                session = self.sessions.get(identity)
+            session.born = meters.born
+        if isinstance(answer, Grant):
+            for _, text in answer.records:
+                try:
+                    session.take(_RECORDS.decode(text))
+                except msgspec.DecodeError as error:
+                    logger.warning("record_unreadable", session=str(identity), error=str(error))
+            session.seq = max(session.seq, meters.seq)
+        session.steps_started, session.tokens, session.lost = meters.steps, meters.tokens, meters.lost
+        session.think_tokens, session.closes, session.raised = meters.think, meters.closes, dict(meters.raised)
+        return session
+
+    async def _settle(
+        self, session: Session, account: str, event: StepFinished | None, fingerprint: str, *, side: bool, overflow: str
+    ) -> None:
+        """Queue the step's settlement, and wait a moment for it: whoever asks next, here or elsewhere, finds it."""
+        key = _key(session.identity)
+        if event is None:  # it never reached the engine
+            self.books.post(key, Settlement(account, undo=True))
+            return
+        record = msgspec.json.encode(session.record(event, fingerprint, side=side, overflow=overflow)).decode()
+        settlement = Settlement(account, event.tokens, event.think_tokens, int(bool(event.closed)), record)
+        done = self.books.post(key, settlement, session.recorded)
+        if not done.is_set() and not self.books.away:
+            try:
+                async with asyncio.timeout(PATIENCE_S):
+                    await done.wait()
+            except TimeoutError:
+                logger.warning("settlement_late", session=str(session.identity), request=event.request)
+
+    def _upstream(
+        self, engine: Engine, request: ChatRequest, cap: Cap, xargs: dict[str, Any], *, exact: bool, limited: bool
+    ) -> dict[str, Any]:
         """The body for the engine: the client's own, with the step's limits in the form this server knows."""
         body = request.forwarded() | {"model": self.info.model, "return_token_ids": True, "include_reasoning": True}
         # where the prompt's length is an estimate the client's own limit goes up, or the server's
-        if exact or request.limit is not None:
-            body["max_tokens"] = cap.budget if exact else request.limit
-        limited = cap.bound_by is not Term.OFF
-        if limited and self.engine.facts.plugin:
+        if exact or request.limit is not None or limited:
+            body["max_tokens"] = cap.budget if exact or limited else request.limit
+        closes = cap.bound_by is not Term.OFF
+        if closes and engine.facts.plugin:
             xargs = xargs | {"ag_think_tokens": cap.think_cap}
-        elif limited and self.engine.facts.budget != "rejected":
+        elif closes and engine.facts.budget != "rejected":
             body["thinking_token_budget"] = cap.think_cap
         return body | {"vllm_xargs": xargs}
 
-    def _cap(self, request: ChatRequest, budget: int | None, session: Session, prompt: int, workload: str, *, exact: bool) -> Cap:
-        cutoff = self.policy.cutoff
-        if not exact:  # a wrong estimate must not refuse a request or leave no room to think
-            prompt = min(prompt, self.info.max_model_len // 2)
-        cap = think_cap(
-            cutoff, window=self.info.max_model_len, prompt=prompt, limit=request.limit, answers=session.answers,
-            growth=max(growth_pressure(session.traces), self.ledger.pressure(workload)), asked=budget,
-        )  # fmt: skip
-        room = self.info.max_model_len - prompt - cutoff.margin
+    def _want(self, request: ChatRequest, prompt: int, *, exact: bool) -> int:
+        """What the step may generate at most. Raises ContextLengthError for a prompt that leaves no room for an answer."""
+        cutoff, window = self.policy.cutoff, self.info.max_model_len
+        room = window - prompt - cutoff.margin
         # an answer must fit, or the step would end without one; a window that is small itself asks for less
-        if exact and room < min(cutoff.answer_floor, self.info.max_model_len // 8):
-            raise ContextLengthError(prompt, self.info.max_model_len, max(0, room))
-        return cap
+        if exact and room < min(cutoff.answer_floor, window // 8):
+            raise ContextLengthError(prompt, window, max(0, room))
+        return step_budget(cutoff, window=window, prompt=self._believed(prompt, exact=exact), limit=request.limit)
 
-    def _estimate(self, body: Mapping[str, Any]) -> int:
+    def _cap(self, granted: int, budget: int | None, session: Session, prompt: int, workload: str, *, exact: bool) -> Cap:
+        return think_cap(
+            self.policy.cutoff, window=self.info.max_model_len, prompt=self._believed(prompt, exact=exact), limit=granted,
+            answers=session.answers, growth=max(growth_pressure(session.traces), self.ledger.pressure(workload)), asked=budget,
+        )  # fmt: skip
+
+    def _believed(self, prompt: int, *, exact: bool) -> int:
+        """A wrong estimate must not refuse a request or leave no room to think."""
+        return prompt if exact else min(prompt, self.info.max_model_len // 2)
+
+    def _estimate(self, body: Mapping[str, Any], engine: Engine) -> int:
         """A prompt's tokens on a server that cannot tell: its characters by the server's usual rate, pictures and other data left
         out."""
         asked = {k: body[k] for k in ("messages", "tools") if body.get(k)}
         text = _DATA.sub("", json.dumps(asked, ensure_ascii=False, default=str))
-        return max(1, round(len(text) / self.engine.facts.chars_per_token))
+        return max(1, round(len(text) / engine.facts.chars_per_token))
 
     def _advise(
         self, reply: Reply, session: Session, identity: Identity, number: int, request_id: str, prompt: int, *, side: bool
@@ -367,6 +499,10 @@ class Guard:
         if not isinstance(rule, str):
             raise ConfigError("vllm_xargs.ag_rule", rule, "write the rule as a string, for example 'cactus:delta=0.25'")
         return str(RuleSpec.parse(rule, what="vllm_xargs.ag_rule").for_request())
+
+
+def _key(identity: Identity) -> Key:
+    return Key(identity.caller, identity.session)
 
 
 def _digest(body: Mapping[str, Any]) -> str:

@@ -73,7 +73,7 @@ class Economics(_Model):
     """What arms are compared with: "live" (the control group), the JSON file of a study, or fixed means a step, such as
     {rounds: 60}."""
     store: str | None = None
-    """Where estimates survive a restart: sqlite:PATH, or redis://HOST:PORT/DB to share them between gateways."""
+    """Where estimates survive a restart: sqlite:PATH, or redis://HOST:PORT/DB to share them between gateways; None: store.url."""
 
     @pydantic.field_validator("baseline")
     @classmethod
@@ -121,6 +121,36 @@ class SessionLimits(_Model):
     """Share of a limit at which the guard warns."""
 
 
+class StoreOptions(_Model):
+    """Where sessions outlive the gateway, and how long (docs/reliability.md)."""
+
+    url: str | None = None
+    """sqlite:PATH, or redis://HOST:PORT/DB for several gateways; None keeps sessions in memory."""
+    retention_days: float = Field(30.0, gt=0)
+    """A session that nobody has used for so long is deleted."""
+    sessions_per_caller: int = Field(10_000, ge=1)
+    """Past so many a caller's own least recently used session gives way."""
+    lease_s: float = Field(30.0, ge=1)
+    """How long a step's reservation outlives a worker that died."""
+
+
+class ServingLimits(_Model):
+    """What the gateway takes on at once, and how long it waits (docs/reliability.md)."""
+
+    running: int = Field(256, ge=1)
+    """Steps that run at once; more wait."""
+    queue: int = Field(512, ge=0)
+    """Steps that wait; more are refused with 503."""
+    per_caller: int = Field(128, ge=1)
+    """Steps of one caller, running and waiting; more are refused with 429."""
+    queue_s: float = Field(60.0, gt=0)
+    """How long a step waits for its turn."""
+    send_s: float = Field(120.0, gt=0)
+    """A client that takes nothing for so long is given up."""
+    drain_s: float = Field(30.0, ge=0)
+    """How long running steps may go on once the gateway was told to end."""
+
+
 class EngineOptions(_Model):
     """How vLLM is started."""
 
@@ -160,6 +190,8 @@ class Policy(_Model):
     cutoff: Cutoff = Cutoff()
     limits: SessionLimits = SessionLimits()
     economics: Economics = Economics()
+    store: StoreOptions = StoreOptions()
+    serving: ServingLimits = ServingLimits()
     tts: TtsSettings | None = None
     """Let the draft model learn while it drafts (docs/tts.md); {} takes the defaults, None leaves it as it is."""
     engine: EngineOptions = EngineOptions()
@@ -168,7 +200,7 @@ class Policy(_Model):
     media_hosts: tuple[str, ...] = ()
     """Hosts from which clients may let the engine fetch images, audio and video, over https; none unless named (SECURITY.md)."""
     max_sessions: int = Field(10_000, ge=1)
-    """Sessions remembered; the least recently used one is forgotten first."""
+    """Sessions a worker has at hand; past that the caller with the most gives up its least recently used one."""
 
     @pydantic.model_validator(mode="after")
     def _consistent(self) -> Policy:

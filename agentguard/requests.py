@@ -81,6 +81,12 @@ class ChatRequest(BaseModel):
         extra = self.model_extra or {}
         return (self.chat_template_kwargs or {}).get("enable_thinking") is False or extra.get("reasoning_effort") == "none"
 
+    @property
+    def stop_tokens(self) -> list[Any]:
+        """The token ids at which the client wants an end."""
+        tokens = (self.model_extra or {}).get("stop_token_ids")
+        return tokens if isinstance(tokens, list) else []
+
     def tool_names(self) -> list[str]:
         functions = [t.get("function") for t in self.tools or () if isinstance(t, dict)]
         return [f["name"] for f in functions if isinstance(f, dict) and isinstance(f.get("name"), str)]

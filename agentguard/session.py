@@ -7,6 +7,8 @@ from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import msgspec
+
 from agentguard.economics.cells import SessionSums
 from agentguard.events import Meter, Note, StepFinished
 from agentguard.identity import Identity
@@ -15,6 +17,8 @@ from agentguard.trace.cutoff import CloseReason, percentile
 
 AGENTS = 64
 """Agents of a session whose windows are kept apart; the least recently used one is forgotten."""
+KEPT = 128
+"""Steps of a session that are remembered; its sums go on for its whole life."""
 _CUT_BY_US = (CloseReason.BUDGET, CloseReason.RESERVE, CloseReason.LOOP)
 
 
@@ -28,16 +32,32 @@ class Alarm:
     stop: bool
 
 
+class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a session remembers of a step, for other workers and for this one after a restart. No content.
+
+    step: None for an operator's word that the session may go on; overflow: the digest of a request that did not fit; sums: class,
+    arm, moves, steps and sums of the session's own sums as they are after the step.
+    """
+
+    step: StepFinished | None = None
+    fingerprint: str = ""
+    side: bool = False
+    tools: bool = False
+    overflow: str = ""
+    sums: tuple[str, str, int, int, dict[str, float]] | None = None
+
+
 @dataclass(slots=True)
 class Session:
-    """One agent's whole run. ``next_step`` counts from 1; failed steps keep their number."""
+    """One agent's whole run. Steps count from 1; failed steps keep their number."""
 
     identity: Identity
     steps_started: int = 0
     finished: list[StepFinished] = field(default_factory=list)
-    kept: int = 256
-    """Steps remembered; the sums below go on for the session's whole life."""
+    kept: int = KEPT
     tokens: int = 0
+    lost: int = 0
+    """Tokens that steps of a worker that died may have used besides; limits count them."""
     think_tokens: int = 0
     closes: int = 0
     used_tools: bool = False
@@ -54,10 +74,42 @@ class Session:
     warned: set[tuple[str, bool]] = field(default_factory=set)
     overflowed: OrderedDict[str, None] = field(default_factory=OrderedDict)
     """Digests of requests that did not fit into the window; the latest 16."""
+    born: str = ""
+    """Which account of the store this is; a session that was forgotten begins another."""
+    seq: int = 0
+    """The last of the store's records that is in here."""
+    own: OrderedDict[str, None] = field(default_factory=OrderedDict)
+    """Requests of this worker that are in here already."""
 
-    def next_step(self) -> int:
-        self.steps_started += 1
-        return self.steps_started
+    def take(self, record: Record) -> None:
+        """Add what another worker, or this one before a restart, has recorded."""
+        step = record.step
+        if step is None:
+            self.idle = 0
+            return
+        if step.request in self.own:
+            return
+        self.add(step, record.fingerprint, side=record.side, agent=step.agent)
+        self.used_tools |= record.tools
+        if record.overflow:
+            self.remember_overflow(record.overflow)
+        if record.sums is not None:
+            workload, arm, moves, steps, sums = record.sums
+            self.sums[workload, arm] = SessionSums(steps, dict(sums), moves)
+
+    def record(self, step: StepFinished, fingerprint: str, *, side: bool, overflow: str = "") -> Record:
+        """The record of a step that was added."""
+        self.own[step.request] = None
+        while len(self.own) > 2 * self.kept:
+            self.own.popitem(last=False)
+        known = self.sums.get((step.workload, step.arm))
+        sums = None if known is None else (step.workload, step.arm, known.moves, known.steps, known.sums)
+        return Record(step=step, fingerprint=fingerprint, side=side, tools=self.used_tools, overflow=overflow, sums=sums)
+
+    def recorded(self, seq: int) -> None:
+        """The store keeps this worker's latest record under this number; what lies between is other workers'."""
+        if seq == self.seq + 1:
+            self.seq = seq
 
     def add(self, step: StepFinished, fingerprint: str = "", *, side: bool = False, agent: str = "") -> None:
         """``fingerprint``: of a request whose repetition would repeat the trace, "" for others; ``side``: a call beside the agent's
@@ -89,7 +141,7 @@ class Session:
         stops = not self.identity.guessed
         meters: list[tuple[Meter, int, int | None]] = [
             ("steps", self.steps_started, limits.steps),
-            ("tokens", self.tokens, limits.tokens),
+            ("tokens", self.tokens + self.lost, limits.tokens),
         ]
         for meter, value, limit in meters:
             limit = self.raised.get(meter, limit) if limit is not None else None
@@ -127,11 +179,13 @@ class Session:
 
 
 class Sessions:
-    """The sessions of a gateway, bounded: the least recently used one is forgotten."""
+    """The sessions this worker has at hand, bounded: past the limit the caller with the most gives up its least recently used one,
+    so that no caller pushes out another's. What a store keeps comes back from there."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._sessions: OrderedDict[Identity, Session] = OrderedDict()
+        self._callers: dict[str, OrderedDict[Identity, None]] = {}
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -140,8 +194,22 @@ class Sessions:
         return iter(list(self._sessions.values()))
 
     def get(self, identity: Identity) -> Session:
-        session = self._sessions.setdefault(identity, Session(identity))
+        session = self._sessions.get(identity)
+        mine = self._callers.setdefault(identity.caller, OrderedDict())
+        if session is None:
+            session = self._sessions[identity] = Session(identity)
+            mine[identity] = None
+            if len(self._sessions) > self._limit:
+                largest = max(self._callers.values(), key=len)
+                self.forget(next(iter(largest)))
         self._sessions.move_to_end(identity)
-        while len(self._sessions) > self._limit:
-            self._sessions.popitem(last=False)
+        if identity in mine:
+            mine.move_to_end(identity)
         return session
+
+    def forget(self, identity: Identity) -> None:
+        if self._sessions.pop(identity, None) is not None:
+            mine = self._callers[identity.caller]
+            del mine[identity]
+            if not mine:
+                del self._callers[identity.caller]

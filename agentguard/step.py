@@ -29,6 +29,8 @@ from agentguard.trace.splitter import Splitter
 from agentguard.trace.tally import MarkerIds, Tally, TextTally, find_last
 
 logger = structlog.get_logger(__name__)
+OVERRUN = 256
+"""Tokens past what the engine was allowed before its stream is ended here: rounds may end late, an endless stream never does."""
 WAIT = 64
 """Think tokens after a close was ordered in the engine before the stream is cut instead; a close takes effect within a round."""
 NO_ANSWER = "(no answer: the token limit was used up by the reasoning)"
@@ -81,6 +83,8 @@ class Step:
         # one token over the limit, and the transition the server may write before the marker
         self._slack = 1 + (len(ids.closing) - len(ids.end) if ids is not None else 0)
         self._off = controller.cap.off
+        self._most = max(controller.cap.budget, 1) + OVERRUN
+        self._chunks = 0
         self._limit = controller.cap.think_cap
         self._ids: list[int] = []
         self._trace: list[str] = []
@@ -135,6 +139,13 @@ class Step:
                 if chunk is None:
                     break
                 shown = self._take(chunk)
+                if self._overrun():
+                    for held in (last, shown):
+                        if held is not None:
+                            yield _unfinished(held)
+                    self.finish_reason = "length"
+                    last = _choice(self._shape, {}, "length")
+                    break
                 if shown is None:
                     continue
                 if last is not None:  # some servers go on behind a finish reason
@@ -168,6 +179,14 @@ class Step:
         assert last is not None
         yield last
         yield self._final_usage()
+
+    def _overrun(self) -> bool:
+        """The engine sends more than it was allowed, in tokens or in chunks that hold none. A text is counted by an estimate, which
+        may be some times too high."""
+        self._chunks += 1
+        if isinstance(self.tally, Tally):
+            return self.tally.total > self._most or self._chunks > 4 * self._most
+        return self.tally.total > 8 * self._most or self._chunks > 16 * self._most
 
     def _patience(self) -> float | None:
         """Seconds to wait for the next chunk: until the deadline while the trace is open, else as long as the engine's client."""
@@ -300,13 +319,21 @@ class Step:
         return facts.plugin or facts.budget in ("unknown", "works")
 
     def _take_usage(self, chunk: Chunk) -> None:
-        spec = (chunk.get("metrics") or {}).get("speculative_decoding")
-        if spec:
-            self.rounds = (self.rounds or 0) + spec["num_spec_steps"]
-            self.drafted = (self.drafted or 0) + spec["num_draft_tokens"]
-            self.accepted = (self.accepted or 0) + spec["num_accepted_draft_tokens"]
-        if chunk.get("usage"):
-            self._usage = chunk
+        metrics = chunk.get("metrics")
+        spec = metrics.get("speculative_decoding") if isinstance(metrics, dict) else None
+        if isinstance(spec, dict):
+            rounds, drafted, accepted = (spec.get(f"num_{k}") for k in ("spec_steps", "draft_tokens", "accepted_draft_tokens"))
+            if isinstance(rounds, int) and isinstance(drafted, int) and isinstance(accepted, int):
+                self.rounds = (self.rounds or 0) + rounds
+                self.drafted = (self.drafted or 0) + drafted
+                self.accepted = (self.accepted or 0) + accepted
+        usage = chunk.get("usage")
+        if isinstance(usage, dict):
+            details = usage.get("completion_tokens_details")
+            known = {k: v for k, v in usage.items() if v is None or isinstance(v, dict) or (isinstance(v, int) and v >= 0)}
+            if isinstance(details, dict) and not isinstance(details.get("reasoning_tokens", 0), int | None):
+                del known["completion_tokens_details"]
+            self._usage = {**chunk, "usage": known}
 
     def _settle(self) -> None:
         """Compare with the engine's own counters at the end of a stream that was read to its end."""
@@ -330,6 +357,13 @@ class Step:
     def _turn_ended(self) -> bool:
         """The model ended its turn: the last token is the end of turn. With a stop string of the client's it is a real token."""
         return self.finish_reason in ("stop", "tool_calls") and not isinstance(self._stop_reason, str)
+
+    @property
+    def _stopped_by_client(self) -> bool:
+        """By a stop string, or by a token the client named: with several end tokens in a model's generation_config (Qwen3,
+        Llama 3, gpt-oss) vLLM reports those here too, and they are the model's own."""
+        reason = self._stop_reason
+        return self.finish_reason == "stop" and (isinstance(reason, str) or reason in self._request.stop_tokens)
 
     # -- closing ------------------------------------------------------------------------------------------------------
 
@@ -405,9 +439,8 @@ class Step:
 
     def _needs_answer(self) -> bool:
         """A step without an answer goes on, unless the client's own stop ended it."""
-        stopped_by_client = self.finish_reason == "stop" and self._stop_reason is not None
         ended = self.finish_reason in ("stop", "length", "tool_calls")  # and not by a content filter, say
-        return self.empty and ended and not self._off and not stopped_by_client
+        return self.empty and ended and not self._off and not self._stopped_by_client
 
     async def _go_on(self, cut: Close | None) -> Stream:
         """The answer behind a trace that was cut, or behind one the model left without an answer."""
@@ -471,6 +504,9 @@ class Step:
                 shown = self._take_answer(chunk, known=known)
                 if shown is not None:
                     yield shown
+                if self._overrun():
+                    self.finish_reason = "length"
+                    break
         if self._misfiled:
             text, self._misfiled = "".join(self._misfiled), []
             if self.empty:  # nothing but reasoning came: it is the answer, misfiled
@@ -563,6 +599,8 @@ class Step:
         delta = dict(choice.get("delta") or {})
         if "text" in choice:
             delta = {"content": choice["text"] or ""}
+            if not self._answered:  # some models close the closed block once more; the completions route has no parser to hide it
+                delta["content"] = re.sub(rf"\A\s*{re.escape(self._family.markers.end)}", "", delta["content"])
         delta.pop("role", None)
         inside = self.tally.inside
         if isinstance(self.tally, Tally):

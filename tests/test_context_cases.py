@@ -136,7 +136,7 @@ async def test_40_re_sent_context_is_not_counted_and_a_stop_can_be_undone() -> N
         assert next(iter(r.guard.sessions)).tokens == 14  # 7 a step, whatever the 150 of the prompt
         with pytest.raises(SessionLimitError, match="tokens is 14 of 14"):
             await r.step(identity=me)
-        assert r.guard.raise_limit("me", "tokens", 100)
+        assert await r.guard.raise_limit("me", "tokens", 100)
         await r.step(identity=me)
 
 

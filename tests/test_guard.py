@@ -246,6 +246,26 @@ async def test_a_stop_string_of_the_client_ends_the_step_and_counts_its_token() 
         assert (r.finished().think_tokens, r.finished().continued, r.finished().empty_answer) == (1, False, True)
 
 
+@pytest.mark.parametrize("pieces", [[([END], "</think>"), ([B, STOP], "b")], [([END, B, STOP], "</think>b")]])
+async def test_a_block_that_the_model_closes_once_more_is_no_answer(pieces: list[tuple[list[int], str]]) -> None:
+    *first, (ids, said) = pieces
+    complete = [*(text_chunk(i, s) for i, s in first), text_chunk(ids, said, "stop"), USAGE]
+    async with rig(Script(chat=[chunk([A, STOP], reasoning="a", finish="stop"), USAGE], complete=complete)) as r:
+        chunks = await r.step()
+        assert (text(chunks), r.finished().continued) == ("b", True)
+
+
+@pytest.mark.parametrize(("named", "rescued"), [(None, True), ([7], True), ([STOP], False)])
+async def test_an_end_token_of_the_model_s_own_is_no_stop_of_the_client(named: list[int] | None, rescued: bool) -> None:
+    """vLLM reports every end token of generation_config but the first as a stop reason."""
+    ended = chunk([A, STOP], reasoning="a", finish="stop")
+    ended["choices"][0]["stop_reason"] = STOP
+    async with rig(Script(chat=[ended, USAGE], complete=[text_chunk([B, STOP], "b", "stop"), USAGE])) as r:
+        chunks = await r.step(ASK if named is None else {**ASK, "stop_token_ids": named})
+        finished = r.finished()
+    assert (finished.continued, finished.empty_answer, text(chunks)) == ((True, False, "b") if rescued else (False, True, ""))
+
+
 async def test_the_blocks_of_a_step_have_one_budget_together() -> None:
     """ollama/ollama#17566: six blocks, each with the whole budget, burned 32,000 tokens."""
     blocks = [

@@ -19,6 +19,12 @@ CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "system", "content":
 ANSWERED = [*CHAT["messages"], {"role": "assistant", "content": "done"}, {"role": "user", "content": "now test"}]
 
 
+@pytest.mark.parametrize("own", ["h-1", "h-" + "g" * 16, "h-" + "0" * 16 + ".1x", "h-" + "0" * 17])
+def test_an_id_of_the_client_s_own_that_looks_a_little_like_a_guess_is_none(own: str) -> None:
+    """A guess's limits never stop it."""
+    assert not identify({"x-session-id": own}, CHAT).guessed
+
+
 def test_a_session_without_id_is_known_by_how_it_began() -> None:
     first = identify({}, CHAT)
     assert first.guessed
@@ -70,7 +76,7 @@ def test_a_task_started_again_is_a_new_session_and_so_is_one_after_a_long_silenc
     assert guesses.place(who, later).session.endswith(".3")
     told = Identity("", "told")
     assert guesses.place(told, CHAT) == told
-    for other in ("h-1", "h-2"):
+    for other in ("h-" + "1" * 16, "h-" + "2" * 16):
         guesses.place(Identity("", other), CHAT)
     assert guesses.place(who, later).session.endswith(".1")  # forgotten
 

@@ -220,7 +220,7 @@ async def test_16_steps_that_bring_nothing_raise_the_alarm() -> None:
         assert [(e.meter, e.value) for e in r.events if isinstance(e, SessionAlarm)] == [("no_progress", 3)]
         with pytest.raises(SessionLimitError, match="no_progress"):
             await r.step(BIG)
-        r.guard.raise_limit("me", "no_progress", 1)
+        await r.guard.raise_limit("me", "no_progress", 1)
         await r.step(BIG)
 
 

@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from agentguard.agents.known import AGENTS, Target, setup_for
 from agentguard.agents.run import prepared, run_agent
 from agentguard.agents.summary import Spent, line, ratio, spent
+from agentguard.cli import cli
 from agentguard.errors import ConfigError
 
 TARGET = Target("http://127.0.0.1:4000", "sk-secret", "org/model", 8192)
@@ -166,3 +168,43 @@ def test_the_length_ratio_is_that_of_the_arm_with_most_sessions() -> None:
     )
     assert ratio({"rows": [arm(5, 1.5, None)]}) == "1.50 [0.90, ∞]"
     assert ratio({"rows": []}) == "—"
+
+
+def test_the_list_names_every_agent_and_says_which_are_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = tmp_path / "codex"
+    fake.write_text("#!/bin/sh\n")
+    fake.chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    result = CliRunner().invoke(cli, ["wrap", "--list"])
+    assert result.exit_code == 0
+    rows = {text.split()[0]: text for text in result.stdout.splitlines()}
+    assert set(rows) >= {agent.command for agent in AGENTS}
+    assert {name for name, text in rows.items() if "installed" in text} == {"codex"}
+    assert "Python 3.12; not run here" in rows["openhands"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("ignored", [False, True])
+async def test_a_command_ends_cleanly_by_a_signal_it_does_not_ignore(number: signal.Signals, ignored: bool) -> None:
+    """A closed terminal hangs up: what a command started (engine, proxy) must not outlive it; nohup means it should."""
+    code = f"""
+import asyncio, signal
+from agentguard.cli.run import run
+if {ignored}: signal.signal({int(number)}, signal.SIG_IGN)
+async def work():
+    print("up", flush=True)
+    try:
+        await asyncio.sleep(2 if {ignored} else 60)
+    finally:
+        print("cleaned", flush=True)
+try:
+    run(work())
+except KeyboardInterrupt:
+    raise SystemExit(130)
+"""
+    process = await asyncio.create_subprocess_exec(*script(code), stdout=asyncio.subprocess.PIPE)
+    assert process.stdout is not None
+    assert await process.stdout.readline() == b"up\n"
+    process.send_signal(number)
+    rest, _ = await asyncio.wait_for(process.communicate(), 60)
+    assert (rest, process.returncode) == (b"cleaned\n", 0 if ignored else 130)

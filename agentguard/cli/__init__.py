@@ -20,6 +20,7 @@ COMMANDS = {
     "keys": ("agentguard.cli.keys", "Make, list and revoke the keys of a gateway's clients, observers and operators."),
     "proxy": ("agentguard.cli.proxy", "Start a LiteLLM proxy in front of the gateway, for agents of all three protocols."),
     "serve": ("agentguard.cli.serve", "Start vLLM with the plugin and the gateway for a local model."),
+    "sessions": ("agentguard.cli.sessions", "The accounts of sessions in a gateway's store, and forgetting them."),
     "status": ("agentguard.cli.status", "Arms, λ against gain, and the guard's verdicts of a running gateway."),
     "study": ("agentguard.cli.study", "Length-corrected evaluation of verification rules."),
     "tui": ("agentguard.cli.tui", "The live monitor of gateways and vLLM servers."),

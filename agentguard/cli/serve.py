@@ -15,7 +15,12 @@ from agentguard.cli.run import run
 @click.argument("model", required=False)
 @click.option("--draft", help="Draft model for speculative decoding.")
 @click.option("--recipe", type=click.Path(path_type=Path), help="YAML recipe; MODEL and the options override it.")
-@click.option("--upstream", metavar="URL", help="Guard an OpenAI-compatible server that runs already, instead of starting vLLM.")
+@click.option(
+    "--upstream",
+    metavar="URL",
+    multiple=True,
+    help="Guard an OpenAI-compatible server that runs already, instead of starting vLLM; again for more of one model.",
+)
 @click.option("--upstream-key", envvar="AGENTGUARD_UPSTREAM_KEY", help="Key the guard sends to the upstream.")
 @click.option("--rule", help="Verification rule of requests that ask for none, for example 'cactus:delta=0.25,p_min=0.1,top_k=10'.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address of the gateway; one others can reach needs keys.")
@@ -29,10 +34,18 @@ from agentguard.cli.run import run
 @click.option("--tls-cert", help="PEM file with the certificate (and its chain): serve HTTPS.")
 @click.option("--tls-key", help="PEM file with the certificate's key.")
 @click.option("--tls-clients", help="PEM file with authorities: only clients with a certificate of theirs get in.")
+@click.option("--workers", default=1, show_default=True, type=click.IntRange(1, 64), help="Gateway processes on the port.")
+@click.option(
+    "--store",
+    metavar="URL",
+    help="Where sessions outlive the gateway: sqlite:PATH, redis://HOST:PORT/DB, or memory.  "
+    "[default: the recipe's, else a SQLite file of this port in the state folder]",
+)
 def serve(
-    model: str | None, draft: str | None, recipe: Path | None, upstream: str | None, upstream_key: str | None, rule: str | None,
-    host: str, port: int, api_key: str | None, operator_key: str | None, keys: Path | None, allowed_hosts: tuple[str, ...],
-    tls_cert: str | None, tls_key: str | None, tls_clients: str | None,
+    model: str | None, draft: str | None, recipe: Path | None, upstream: tuple[str, ...], upstream_key: str | None,
+    rule: str | None, host: str, port: int, api_key: str | None, operator_key: str | None, keys: Path | None,
+    allowed_hosts: tuple[str, ...], tls_cert: str | None, tls_key: str | None, tls_clients: str | None, workers: int,
+    store: str | None,
 ) -> None:  # fmt: skip
     """Start vLLM with the plugin and the gateway for a local MODEL, or only the gateway in front of --upstream."""
     from agentguard import policy as policies
@@ -48,22 +61,78 @@ def serve(
         host, api_key=api_key, operator_key=operator_key, keys=keys, allowed_hosts=allowed_hosts, tls_cert=tls_cert,
         tls_key=tls_key, tls_clients=tls_clients,
     )  # fmt: skip
-    if upstream:
-        root = check_url("upstream", upstream).removesuffix("/v1")
-        run(_guard(policies.parse(base) if "model" in base else None, root, upstream_key, host, port, access), serves=True)
+    roots = [check_url("upstream", url).removesuffix("/v1") for url in upstream]
+    store = _store(store, base, port)
+    if workers > 1 and store is None:
+        raise ConfigError("workers", workers, "several share their sessions, which memory cannot; give --store")
+    if store is not None:
+        base["store"] = {**(base.get("store") or {}), "url": store}
+    policy = policies.parse(base) if "model" in base else None
+    if workers > 1:
+        run(_workers(policy, roots, upstream_key, host, port, access, workers, store or ""))
+    elif upstream:
+        run(_guard(policy, roots, upstream_key, host, port, access, store), serves=True)
     else:
-        run(_serve(policies.parse(base), host, port, access), serves=True)
+        assert policy is not None
+        run(_serve(policy, host, port, access), serves=True)
 
 
-async def _guard(policy: Any, upstream: str, key: str | None, host: str, port: int, access: Any) -> None:
+def _store(given: str | None, base: dict[str, Any], port: int) -> str | None:
+    """The store's URL, None for memory."""
+    from agentguard.dirs import state_dir
+
+    if given is None and isinstance(base.get("store"), dict):
+        given = base["store"].get("url")
+    if given == "memory":
+        return None
+    return given or f"sqlite:{state_dir() / f'gateway-{port}.db'}"
+
+
+async def _guard(policy: Any, upstream: list[str], key: str | None, host: str, port: int, access: Any, store: str | None) -> None:
     from agentguard.gateway.server import serve_upstream
 
-    async with serve_upstream(policy, upstream, key=key, host=host, port=port, access=access) as (guard, url):
+    served = serve_upstream(policy, upstream, key=key, host=host, port=port, access=access, store=store)
+    async with served as (guard, url):
         how = "exact, in the engine" if guard.engine.facts.plugin else "by the gateway: the engine has no plugin"
-        click.echo(f"ready: {url}/v1 guards {guard.info.model} at {upstream}  (closes {how})", err=True)
+        click.echo(f"ready: {url}/v1 guards {guard.info.model} at {', '.join(upstream)}  (closes {how})", err=True)
         counted = "" if guard.exact else "; counted by text, as this server tells no token ids"
         click.echo(f"think markers: {guard.derived}{counted}", err=True)
         await asyncio.Event().wait()
+
+
+async def _workers(
+    policy: Any, upstream: list[str], key: str | None, host: str, port: int, access: Any, count: int, store: str
+) -> None:
+    from contextlib import AsyncExitStack
+
+    from agentguard.engines.openai_http import OpenAIEngine
+    from agentguard.engines.vllm_process import vllm_process
+    from agentguard.gateway.server import bind
+    from agentguard.gateway.workers import serve_workers
+    from agentguard.policy import Policy
+
+    async with AsyncExitStack() as stack:
+        listener, telemetry, ends = stack.enter_context(bind(host, port)), "", None
+        if not upstream:
+            click.echo(f"starting {policy.model} …", err=True)
+            engine = await stack.enter_async_context(vllm_process(policy))
+            upstream, key, telemetry, ends = [engine.url], engine.api_key, engine.telemetry, engine
+        if policy is None:
+            client = OpenAIEngine(upstream[0], api_key=key)
+            try:
+                policy = Policy.model_validate({"model": (await client.info()).model, "store": {"url": store}})
+            finally:
+                await client.aclose()
+        running = await stack.enter_async_context(
+            serve_workers(policy, upstream, listener, count, key=key, access=access, telemetry=telemetry)
+        )
+        click.echo(f"ready: {running.url}/v1 guards {policy.model} with {count} workers", err=True)
+        click.echo(f"one worker each: {', '.join(worker.url for worker in running.workers)}", err=True)
+        if ends is None:
+            await asyncio.Event().wait()
+        else:
+            await ends.process.wait()
+            raise await asyncio.to_thread(ends.died)
 
 
 async def _serve(policy: Any, host: str, port: int, access: Any) -> None:

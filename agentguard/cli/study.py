@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,8 @@ from agentguard.cli.run import run
 
 if TYPE_CHECKING:
     from agentguard.gateway.server import Stack
-    from agentguard.study.closing import Mode
+    from agentguard.policy import Policy
+    from agentguard.study.grid import Close, Grid
     from agentguard.study.runner import StudyPlan
 
 ARMS = "strict;cactus:delta=0.5"
@@ -30,6 +32,32 @@ def study() -> None:
     """Length-corrected evaluation of verification rules."""
 
 
+def _engine_options(command: Callable[..., None]) -> Callable[..., None]:
+    """What both `run` and `full` ask about the engine and about where things go."""
+    for option in reversed(
+        (
+            click.option("--model", help="Target model; the reference pair's by default."),
+            click.option("--draft", help="Draft model; 'draft' and 'draft-short' are the reference pair's.  [default: draft]"),
+            click.option(
+                "--recipe",
+                type=click.Path(path_type=Path, dir_okay=False, exists=True),
+                help="A recipe for models and engine; --model and --draft go before it.",
+            ),
+            click.option("--temperature", default=1.0, show_default=True),
+            click.option("--concurrency", default=24, show_default=True, type=click.IntRange(1)),
+            click.option(
+                "--budget", type=click.IntRange(32), help="Tokens of a closed run; a pilot's median strict trace by default."
+            ),
+            click.option(
+                "--fresh-engine", is_flag=True, help="Start an engine anew for each rule, instead of one with a rule a request."
+            ),
+            click.option("--resume", is_flag=True, help="Go on with the study in --out, which was killed or stopped."),
+        )
+    ):
+        command = option(command)
+    return command
+
+
 @study.command("run")
 @click.option("--suite", default="chain", show_default=True, help="chain, chain-long, chain-agent, prose, or a set in --data.")
 @click.option(
@@ -41,12 +69,7 @@ def study() -> None:
 @click.option("--arms", help=f"Rules, separated by ';'; strict is the baseline. [default: {ARMS}; with --close: strict]")
 @click.option("--n", "sessions", default=96, show_default=True, type=click.IntRange(1), help="Sessions an arm.")
 @_SEED
-@click.option("--temperature", default=1.0, show_default=True)
-@click.option("--concurrency", default=24, show_default=True, type=click.IntRange(1))
-@click.option("--model", help="Target model; the reference pair's by default.")
-@click.option(
-    "--draft", help="Draft model; 'draft' and 'draft-short' are the reference pair's.", default="draft", show_default=True
-)
+@_engine_options
 @click.option(
     "--guard",
     type=click.Choice(["on", "off"]),
@@ -57,30 +80,136 @@ def study() -> None:
 @click.option(
     "--close",
     type=click.Choice(["adaptive", "fixed", "off"]),
-    help="Study closing traces instead: the same problems with at most a median trace's tokens, closed off, fixed and adaptive.",
+    help="Run every arm a second time under a budget and close its traces so; with one arm, adaptive is held against fixed too. "
+    "off: no trace is closed.  [default: off]",
 )
 @_JSON
 @_EVENTS
+@click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Keep recording, numbers and report in this folder.")
 def run_command(
     suite: str, data: Path | None, tokens: int | None, arms: str | None, sessions: int, seed: int, temperature: float,
-    concurrency: int, model: str | None, draft: str, guard: str, close: Mode | None, json_path: Path | None, events: Path | None,
+    concurrency: int, model: str | None, draft: str | None, recipe: Path | None, guard: str, close: Close | None,
+    budget: int | None, json_path: Path | None, events: Path | None, out: Path | None, resume: bool, fresh_engine: bool,
 ) -> None:  # fmt: skip
     """Run paired sessions of a suite under several rules and print the table."""
     from agentguard.study import suites
+    from agentguard.study.grid import Grid, cells_of
     from agentguard.study.runner import StudyPlan, parse_arms
 
     rules = parse_arms(arms or (ARMS if close is None else "strict"))
-    plan = StudyPlan(
-        suites.get(suite, data, tokens),
-        rules,
-        sessions,
-        seed,
-        temperature,
-        concurrency,
-        guarded=guard == "on",
-        baseline=close is None,
-    )
-    _run(plan, model, draft, json_path, events, close)
+    asked = suites.get(suite, data, tokens)
+    if guard == "on":
+        _refuse("--guard on", close=close, out=out, resume=resume, budget=budget, recipe=recipe, fresh_engine=fresh_engine)
+        plan = StudyPlan(asked, rules, sessions, seed, temperature, concurrency, guarded=True)
+        _run(plan, model, draft or "draft", json_path, events)
+        return
+    closes: tuple[Close, ...] = ("off",) if close in (None, "off") else ("off", close)
+    if close == "adaptive" and len(rules) == 1:
+        closes = ("off", "fixed", "adaptive")
+    grid = Grid(asked, cells_of(rules, closes, sessions), seed, temperature, concurrency, budget)
+    _run_cells(grid, policy_for(model, draft, recipe), out, resume, fresh_engine, json_path, events)
+
+
+@study.command("full")
+@click.option("--suite", default="chain", show_default=True, help="chain, or a graded set in --data.")
+@click.option("--data", type=click.Path(path_type=Path, dir_okay=False, exists=True), help="File of the suite's tasks.")
+@click.option("--tokens", type=click.IntRange(32), help="The client's limit of a call; the suite's by default.")
+@click.option(
+    "--n", "sessions", default=256, show_default=True, type=click.IntRange(1), help="Sessions of strict and of the paper's rules."
+)
+@click.option("--n-rest", default=96, show_default=True, type=click.IntRange(1), help="Sessions of every other rule.")
+@click.option(
+    "--close", type=click.Choice(["adaptive", "fixed", "off"]), default="adaptive", show_default=True, help="Beside the close off."
+)
+@_SEED
+@_engine_options
+@click.option(
+    "--out", required=True, type=click.Path(path_type=Path, file_okay=False), help="Folder of the recording, numbers and report."
+)
+def full_command(
+    suite: str, data: Path | None, tokens: int | None, sessions: int, n_rest: int, close: Close, seed: int, temperature: float,
+    concurrency: int, model: str | None, draft: str | None, recipe: Path | None, budget: int | None, out: Path, resume: bool,
+    fresh_engine: bool,
+) -> None:  # fmt: skip
+    """Every rule, without and with the support filter, without and with closing: the whole grid, unattended."""
+    from agentguard.study import suites
+    from agentguard.study.grid import Grid, full_cells
+
+    cells = full_cells(sessions, min(sessions, n_rest), ("off",) if close == "off" else ("off", close))
+    grid = Grid(suites.get(suite, data, tokens), cells, seed, temperature, concurrency, budget)
+    _run_cells(grid, policy_for(model, draft, recipe), out, resume, fresh_engine, None, None)
+
+
+@study.command("report")
+@click.argument("out", type=click.Path(path_type=Path, file_okay=False, exists=True))
+def report_command(out: Path) -> None:
+    """Write the report of a study's folder anew, also of one that was stopped early."""
+    from agentguard.study.report import write_report
+
+    for path in write_report(out):
+        click.echo(str(path))
+
+
+def policy_for(model: str | None, draft: str | None, recipe: Path | None) -> Policy:
+    """The recipe's policy, or the reference pair's; --model and --draft go before what it says."""
+    from agentguard.policy import Policy, parse, read
+    from agentguard.reference import DRAFTS, reference_model
+
+    chosen = str(reference_model(draft)) if draft in DRAFTS else draft
+    if recipe is not None:
+        given = {name: value for name, value in (("model", model), ("draft", chosen)) if value is not None}
+        return parse(read(recipe) | given)
+    return Policy(model=model or str(reference_model("target")), draft=chosen or str(reference_model("draft")))
+
+
+def _refuse(beside: str, **given: object) -> None:
+    from agentguard.errors import ConfigError
+
+    for name, value in given.items():
+        if value:
+            raise ConfigError("--" + name.replace("_", "-"), str(value), f"is not for {beside}; leave one of them out")
+
+
+def _run_cells(
+    grid: Grid, policy: Policy, out: Path | None, resume: bool, fresh: bool, json_path: Path | None, events: Path | None
+) -> None:
+    from rich.console import Console
+
+    from agentguard.errors import ConfigError
+    from agentguard.study.command import run_cells
+    from agentguard.study.progress import progress_of
+    from agentguard.study.report import RECORDING, check_report, write_report
+    from agentguard.study.summary import summarise_records
+    from agentguard.study.table import render_arms
+
+    if resume and out is None:
+        raise ConfigError("--resume", None, "goes on with the study in a folder; name it with --out")
+    for option, path in (("--json", json_path), ("--events", events)):
+        check_writable(option, path)
+    if out is not None:
+        check_report()
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError("--out", str(out), f"cannot be made ({error.strerror}); choose another folder") from None
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = out or Path(scratch)
+        with progress_of(f"{grid.suite.name}, seed {grid.seed}", grid.sessions) as progress:
+            run(
+                run_cells(
+                    grid, policy, folder / RECORDING, resume=resume, fresh=fresh, events=events,
+                    on_ready=lambda stack: progress.say(f"watch it: agentguard tui --gateway {stack.url}"),
+                    on_found=progress.found, on_session=progress.advance,
+                )
+            )  # fmt: skip
+        summary = summarise_records(folder / RECORDING)
+        for table in render_arms(summary):
+            Console().print(table)
+        if out is not None:
+            for path in write_report(out, summary):
+                click.echo(f"wrote {path}", err=True)
+    if json_path is not None:
+        json_path.write_text(summary.to_json())
 
 
 @study.command("probe")
@@ -216,15 +345,12 @@ def check_writable(option: str, path: Path | None) -> None:
         raise ConfigError(option, str(path), "cannot be written; choose a file in a folder that exists and is yours")
 
 
-def _run(
-    plan: StudyPlan, model: str | None, draft: str, json_path: Path | None, events: Path | None, close: Mode | None = None
-) -> None:
+def _run(plan: StudyPlan, model: str | None, draft: str, json_path: Path | None, events: Path | None) -> None:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
     from agentguard.policy import Economics, Policy
     from agentguard.reference import DRAFTS, reference_model
-    from agentguard.study.closing import MODES, PILOT
     from agentguard.study.command import Outcome, run_study, write_json
     from agentguard.study.table import render
 
@@ -237,8 +363,7 @@ def _run(
     )
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with tempfile.TemporaryDirectory() as scratch, Progress(*columns, console=Console(stderr=True)) as progress:
-        total = plan.steps if close is None else PILOT + plan.sessions * len(MODES[close])
-        task = progress.add_task("starting the engine", total=total)
+        task = progress.add_task("starting the engine", total=plan.steps)
 
         def ready(stack: Stack) -> None:
             progress.update(task, description=f"{plan.suite.name}, seed {plan.seed}")
@@ -249,7 +374,6 @@ def _run(
                 plan,
                 policy,
                 events or Path(scratch, "events.jsonl"),
-                close=close,
                 on_ready=ready,
                 on_step=lambda: progress.advance(task),
             )
@@ -262,14 +386,6 @@ def _run(
             click.echo(
                 f"{switch.arm} switched {'on' if switch.on else 'to strict'} after {switch.sessions} sessions: {switch.reason}"
             )
-        if json_path is not None:
-            write_json(outcome, json_path)
-        return
-    if outcome.closing is not None:
-        from agentguard.study.table import render_closing
-
-        title = f"{plan.suite.name}, {plan.sessions} sessions, seed {plan.seed}, rule {plan.arms[0]}: closing traces"
-        Console().print(render_closing(outcome.closing, title))
         if json_path is not None:
             write_json(outcome, json_path)
         return

@@ -54,7 +54,10 @@ def _show() -> None:
             agent.command, agent.name, agent.protocol, agent.tried or "—", "installed" if agent.installed else "no", agent.note
         )
     table.add_row("…", "any OpenAI or Anthropic SDK program", "all", "openai 3.57.0, anthropic 2.14.0", "—", "")
-    Console().print(table)
+    console = Console()
+    if not console.is_terminal:
+        console.width = 160  # a row a line, for whoever greps
+    console.print(table)
 
 
 async def _wrap(

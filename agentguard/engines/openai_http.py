@@ -231,11 +231,30 @@ def _chunk(data: str) -> Chunk:
         ) from None
     if not isinstance(chunk, dict):
         raise EngineError(f"the engine streamed {type(chunk).__name__}, expected a chunk; is something between it and us?")
+    choices = chunk.get("choices")
+    if choices and not _readable(choices):
+        raise EngineError("the engine streamed choices that cannot be read; is something between it and us?")
     if "error" in chunk:
         code = chunk["error"].get("code") if isinstance(chunk["error"], dict) else None
         # some servers number their errors in their own way
         raise _refusal(code if isinstance(code, int) and 400 <= code < 600 else 500, data)
     return chunk
+
+
+def _readable(choices: Any) -> bool:
+    """The parts the guard reads have the types of OpenAI's; everything else is passed on as it is."""
+    if not isinstance(choices, list) or not isinstance(choices[0], dict):
+        return False
+    delta, ids = choices[0].get("delta"), choices[0].get("token_ids")
+    if delta is not None:
+        if not isinstance(delta, dict):
+            return False
+        for name in ("reasoning", "reasoning_content"):
+            if not isinstance(delta.get(name), str | None):
+                return False
+        if not isinstance(delta.get("content"), str | list | None) or not isinstance(delta.get("tool_calls"), list | None):
+            return False
+    return isinstance(ids, list | None) and isinstance(choices[0].get("text"), str | None)
 
 
 def _decode(data: str) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from agentguard.errors import ConfigError
 from agentguard.gateway.auth import Keyring, check_address, check_flags, default_file
@@ -18,10 +19,19 @@ class Access:
     keys: Keyring = field(default_factory=Keyring)
     allowed_hosts: tuple[str, ...] = ()
     tls: ssl.SSLContext | None = None
+    told: dict[str, Any] | None = None
+    """What `rebuilt` makes it again of, in another process."""
 
     @classmethod
     def of(cls, access: Access | None, api_key: str | None, operator_key: str | None) -> Access:
-        return access or cls(Keyring.of(api_key, operator_key))
+        return access or cls(Keyring.of(api_key, operator_key), told={"api_key": api_key, "operator_key": operator_key})
+
+
+def rebuilt(told: dict[str, Any]) -> Access:
+    """The access another process was told of; reads its files. Raises ConfigError."""
+    file, tls = told.get("keys"), told.get("tls")
+    ring = Keyring.of(told.get("api_key"), told.get("operator_key"), Path(file) if file else None)
+    return Access(ring, tuple(told.get("allowed_hosts", ())), tls_context(*tls) if tls else None, told)
 
 
 def access_of(
@@ -40,8 +50,8 @@ def access_of(
     check_flags(address, {"api_key": api_key, "operator_key": operator_key})
     if (tls_cert is None) != (tls_key is None) or (tls_clients and not tls_cert):
         raise ConfigError("tls_cert", tls_cert, "TLS needs --tls-cert and --tls-key together; --tls-clients comes on top of them")
-    tls = tls_context(tls_cert, tls_key, tls_clients) if tls_cert and tls_key else None
-    return Access(ring, allowed_hosts, tls)
+    told: dict[str, Any] = {"api_key": api_key or None, "operator_key": operator_key or None, "keys": str(file) if file else None}
+    return rebuilt(told | {"allowed_hosts": list(allowed_hosts), "tls": [tls_cert, tls_key, tls_clients] if tls_cert else None})
 
 
 def tls_context(certificate: str, key: str, clients: str | None = None) -> ssl.SSLContext:

@@ -7,7 +7,7 @@ import json
 import math
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Collection, Coroutine, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Collection, Coroutine, Mapping
 from contextlib import aclosing
 from typing import Any, Self, TypeVar
 
@@ -25,17 +25,20 @@ from agentguard.economics.report import report
 from agentguard.engines.base import Chunk, Stream
 from agentguard.errors import (
     AgentGuardError,
+    BusyError,
     ConfigError,
     ContextLengthError,
     EngineDiedError,
     EngineError,
     EngineRequestError,
+    SessionBusyError,
     SessionLimitError,
     TooLargeError,
     TooSlowError,
     shown,
 )
 from agentguard.events import OperatorActed, OperatorAction, encode_json
+from agentguard.gateway.admission import Admission, Admit, Drain
 from agentguard.gateway.auth import Keyring, RequireKey
 from agentguard.gateway.fetches import check_fetches
 from agentguard.gateway.pages import RefusePages
@@ -44,9 +47,12 @@ from agentguard.identity import Guesses, identify
 from agentguard.limits import BODY_S, MAX_BODY, MAX_DEPTH, MAX_ID_CHARACTERS
 from agentguard.middleware import Guard, Reply
 from agentguard.requests import ChatRequest
+from agentguard.store import StoreError
 from agentguard.telemetry import prometheus
 
 logger = structlog.get_logger(__name__)
+STORE_S = 2
+"""Seconds after which a store that was away may be back."""
 TAILS, TAIL_CHARACTERS = 128, 600
 """Running traces whose latest words are shown at once, and how many of them."""
 PAUSED_S = 60
@@ -63,11 +69,15 @@ T = TypeVar("T")
 _JSON = msgspec.json.Encoder()
 
 
-def create_app(guard: Guard, *, keys: Keyring | None = None, allowed_hosts: Collection[str] = ()) -> Starlette:
+def create_app(
+    guard: Guard, *, keys: Keyring | None = None, allowed_hosts: Collection[str] = (), drain: Drain | None = None
+) -> Starlette:
     """The gateway's app. ``keys``: who may do what (gateway.auth), None for everybody everything; ``allowed_hosts``: names under
-    which a gateway without keys is answered, besides addresses and localhost (gateway.pages)."""
+    which a gateway without keys is answered, besides addresses and localhost (gateway.pages); ``drain`` ends it."""
     keys = keys or Keyring()
     guesses = Guesses(guard.policy.max_sessions)
+    drain = drain or Drain()
+    admission = Admission(guard.policy.serving)
 
     async def chat(request: Request) -> Response:
         body = await _body(request)
@@ -80,13 +90,13 @@ def create_app(guard: Guard, *, keys: Keyring | None = None, allowed_hosts: Coll
         try:
             if asked.stream:
                 # the first chunk is awaited here, so that a refused request gets an HTTP status instead of a broken stream
-                first = await _unless_gone(request, chunks, anext(chunks, None))
+                first = await _unless_gone(request, chunks, anext(chunks, None), drain)
                 if first is None:
                     return _CLIENT_GONE
                 include_usage = bool((asked.stream_options or {}).get("include_usage"))
-                events = _sse(first, chunks, include_usage, told)
+                events = _sse(first, chunks, include_usage, told, drain)
                 return StreamingResponse(events, media_type="text/event-stream", headers=_headers(told))
-            reply = await _unless_gone(request, chunks, collect(chunks))
+            reply = await _unless_gone(request, chunks, collect(chunks), drain)
         except AgentGuardError:
             guesses.refused(who)
             raise
@@ -104,7 +114,7 @@ def create_app(guard: Guard, *, keys: Keyring | None = None, allowed_hosts: Coll
 
     async def raise_limit(request: Request) -> Response:
         asked = RaiseLimit.read(await _body(request))
-        known = guard.raise_limit(asked.session, asked.meter, asked.limit)
+        known = await guard.raise_limit(asked.session, asked.meter, asked.limit)
         if known:
             acted("limit", asked.session, f"limit of {asked.meter} is {asked.limit} now")
         if not known:
@@ -142,22 +152,17 @@ def create_app(guard: Guard, *, keys: Keyring | None = None, allowed_hosts: Coll
         if watch_state.full():
             message = f"{WATCHERS} monitors watch already; end one, or read /agentguard/events"
             return JSONResponse({"error": {"message": message, "type": "server_error", "code": 503}}, 503)
-        return StreamingResponse(watch_state.frames(interval), media_type="text/event-stream")
+        return StreamingResponse(_while_open(watch_state.frames(interval), drain), media_type="text/event-stream")
 
     async def models(_: Request) -> Response:
         model = {"id": guard.info.model, "object": "model", "owned_by": "agentguard", "max_model_len": guard.info.max_model_len}
         return JSONResponse({"object": "list", "data": [model]})
 
     async def sessions(_: Request) -> Response:
+        """Of all workers, the latest first, as the store has them."""
         rows = [
-            {
-                "session": str(s.identity),
-                "steps": s.steps_started,
-                "tokens": s.tokens,
-                "think_tokens": s.think_tokens,
-                "closes": s.closes,
-            }
-            for s in guard.sessions
+            {"session": str(key), "steps": m.steps, "tokens": m.tokens, "think_tokens": m.think, "closes": m.closes, "lost": m.lost}
+            for key, m in await guard.books.store.sessions()
         ]
         return JSONResponse({"sessions": rows})
 
@@ -172,7 +177,7 @@ def create_app(guard: Guard, *, keys: Keyring | None = None, allowed_hosts: Coll
                         dropped = subscription.dropped
                     yield b"data: " + encode_json(event) + b"\n\n"
 
-        return StreamingResponse(lines(), media_type="text/event-stream")
+        return StreamingResponse(_while_open(lines(), drain), media_type="text/event-stream")
 
     async def economics(_: Request) -> Response:
         return JSONResponse(report(guard.ledger))
@@ -182,6 +187,17 @@ def create_app(guard: Guard, *, keys: Keyring | None = None, allowed_hosts: Coll
 
     async def health(_: Request) -> Response:
         return JSONResponse({"status": "ok"})
+
+    async def ready(_: Request) -> Response:
+        engines = {name: "away" if why else "ok" for name, why in guard.engines().items()}
+        limits, store_away = guard.policy.limits, bool(guard.books.away)
+        reasons = ["the gateway was told to end"] * drain.begun
+        reasons += ["no engine answers"] * ("ok" not in engines.values())
+        if store_away and (limits.steps is not None or limits.tokens is not None):
+            reasons.append("the session store is away, and sessions have limits")
+        state = {"ready": not reasons, "reasons": reasons, "engines": engines, "store": "away" if store_away else "ok"}
+        numbers = {"running": admission.running, "waiting": admission.waiting, "unsettled": guard.books.waiting}
+        return JSONResponse(state | numbers, 503 if reasons else 200)
 
     app = Starlette(
         routes=[
@@ -198,6 +214,8 @@ def create_app(guard: Guard, *, keys: Keyring | None = None, allowed_hosts: Coll
             Route("/guard/v1/watch", watch),
             Route("/metrics", metrics),
             Route("/health", health),
+            Route("/health/live", health),
+            Route("/health/ready", ready),
         ],
         exception_handlers={
             AgentGuardError: _on_error,
@@ -207,6 +225,8 @@ def create_app(guard: Guard, *, keys: Keyring | None = None, allowed_hosts: Coll
         },
     )
     app.router.redirect_slashes = False  # a redirect's address is made from the Host header, which is the client's to choose
+    # innermost: whoever has no key takes no turn
+    app.add_middleware(Admit, admission=admission, drain=drain, paths=("/v1/chat/completions",))
     if keys.asks:
         app.add_middleware(RequireKey, keys=keys)
     app.add_middleware(RefusePages, keyed=keys.keyed, allowed_hosts=frozenset(allowed_hosts))
@@ -295,22 +315,30 @@ class EndQuietly:
 _CLIENT_GONE = Response(status_code=499)  # nobody reads it; nginx's number for a client that hung up
 
 
-async def _unless_gone(request: Request, chunks: Stream, work: Coroutine[Any, Any, T] | Awaitable[T]) -> T | None:
-    """Await ``work``, or stop it and the step behind it when the client hangs up first (then None)."""
+async def _unless_gone(request: Request, chunks: Stream, work: Coroutine[Any, Any, T] | Awaitable[T], drain: Drain) -> T | None:
+    """Await ``work``, or stop it and the step behind it when the client hangs up first (then None).
+
+    Raises BusyError when the gateway ends before it.
+    """
 
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
     working, watching = asyncio.ensure_future(work), asyncio.create_task(gone(), name="disconnect watch")
+    ending = asyncio.create_task(drain.expired.wait(), name="drain watch")
     try:
-        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
-        return working.result() if working.done() else None
+        await asyncio.wait((working, watching, ending), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        if ending.done():
+            raise Drain.error()
+        return None
     finally:
         unfinished = not working.done() or working.cancelled() or working.exception() is not None
-        for task in (working, watching):
+        for task in (working, watching, ending):
             task.cancel()
-        await asyncio.gather(working, watching, return_exceptions=True)
+        await asyncio.gather(working, watching, ending, return_exceptions=True)
         if unfinished:
             await chunks.aclose()
 
@@ -354,17 +382,45 @@ def _merge_tool_call(call: dict[str, Any], delta: Mapping[str, Any]) -> None:
     function["arguments"] += part.get("arguments") or ""
 
 
-async def _sse(first: Chunk, chunks: Stream, include_usage: bool, told: Reply) -> AsyncIterator[bytes]:
-    """Chunks as server-sent events; a failure in the middle ends the stream with an error event, never without a word.
+async def _while_open(frames: AsyncGenerator[bytes, None], drain: Drain) -> AsyncIterator[bytes]:
+    """A stream without an end, until the gateway ends."""
+    task = asyncio.current_task()
+    assert task is not None
+    drain.watchers.add(task)
+    try:
+        async with aclosing(frames):
+            async for frame in frames:
+                yield frame
+    except asyncio.CancelledError:
+        if not drain.begun:
+            raise
+        task.uncancel()
+        yield b": the gateway ends\n\n"
+    finally:
+        drain.watchers.discard(task)
+
+
+async def _sse(first: Chunk, chunks: Stream, include_usage: bool, told: Reply, drain: Drain) -> AsyncIterator[bytes]:
+    """Chunks as server-sent events; a failure in the middle ends the stream with an error event, never without a word, and so does
+    the gateway's end.
 
     A close and notes are told in a comment, which every client skips that does not look for it.
     """
+    task = asyncio.current_task()
+    assert task is not None
+    drain.streams.add(task)
     async with aclosing(chunks):
         try:
             yield _data(first)
             async for chunk in chunks:
                 if chunk.get("choices") or include_usage:
                     yield _data(chunk)
+        except asyncio.CancelledError:
+            if not drain.expired.is_set():
+                raise
+            task.uncancel()
+            yield _data(_error_body(Drain.error()))
+            return
         except AgentGuardError as error:
             logger.warning("stream_failed", error=type(error).__name__)  # the step's event says more
             yield _data(_error_body(error))
@@ -373,6 +429,8 @@ async def _sse(first: Chunk, chunks: Stream, include_usage: bool, told: Reply) -
             logger.error("stream_failed", error=type(error).__name__)
             yield _data(_BUG)
             return
+        finally:
+            drain.streams.discard(task)
     if told.closed or told.notes:
         yield f": agentguard closed={told.closed or 'no'} notes={','.join(told.notes)}\n\n".encode()
     yield b"data: [DONE]\n\n"
@@ -447,12 +505,15 @@ def _finite(text: str) -> float:
 def _status(error: AgentGuardError) -> int:
     if isinstance(error, ConfigError):
         return error.status
-    if isinstance(error, SessionLimitError):
+    if isinstance(error, SessionLimitError | SessionBusyError):
         return 429
+    if isinstance(error, BusyError):
+        return error.status
+    if isinstance(error, StoreError):
+        return 503
     if isinstance(error, EngineRequestError):
-        return (
-            error.status if error.status >= 400 else 502
-        )  # an upstream that redirects is not followed, nor are clients sent there
+        # an upstream that redirects is not followed, nor are clients sent there
+        return error.status if error.status >= 400 else 502
     if isinstance(error, EngineDiedError):
         return 503
     return 502 if isinstance(error, EngineError) else 500
@@ -503,6 +564,10 @@ def _retry(error: AgentGuardError) -> dict[str, str]:
         return {"retry-after": str(PAUSED_S), "x-should-retry": "false"}
     if isinstance(error, ContextLengthError):
         return {"x-should-retry": "false"}
+    if isinstance(error, SessionBusyError | StoreError):
+        return {"retry-after": str(STORE_S)}
+    if isinstance(error, BusyError):
+        return {"retry-after": str(error.retry_after_s)}
     if isinstance(error, EngineDiedError):
         return {"retry-after": str(RESTART_S)}
     if isinstance(error, EngineRequestError) and (error.retry_after or error.status == 503):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -13,19 +13,26 @@ import uvicorn
 
 from agentguard.economics.ledger import Ledger, ledger_of, setup_of
 from agentguard.engines.openai_http import OpenAIEngine
+from agentguard.engines.pool import EnginePool
 from agentguard.engines.vllm_process import VllmProcess, vllm_process
 from agentguard.errors import ConfigError, EngineDiedError, EngineError
 from agentguard.gateway.access import Access
+from agentguard.gateway.admission import Drain
 from agentguard.gateway.app import create_app
 from agentguard.gateway.auth import check_address
 from agentguard.gateway.protocol import BoundedHttp
 from agentguard.middleware import Guard
 from agentguard.policy import Policy
 from agentguard.store import open_store
+from agentguard.store.books import Books
+from agentguard.store.sessions import MemorySessions, open_sessions
 from agentguard.store.sync import synced
 from agentguard.tasks import owned_task
 from agentguard.telemetry.engine_source import engine_source
 from agentguard.telemetry.hub import Hub
+
+LAST_WORD_S = 2.0
+"""For the last events of streams that had no time left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +66,10 @@ async def serve_stack(
         async with vllm_process(policy) as engine:
             client = OpenAIEngine(engine.url, api_key=engine.api_key)
             try:
-                async with engine_source(hub, engine.telemetry), economics(policy, hub) as ledger:
-                    guard = await Guard.open(client, policy, hub, ledger=ledger)
+                async with (
+                    engine_source(hub, engine.telemetry), economics(policy, hub) as ledger, session_books(policy) as books
+                ):  # fmt: skip
+                    guard = await Guard.open(client, policy, hub, ledger=ledger, books=books)
                     with hub.sink(guard.observe):
                         async with gateway(guard, listener, access=access) as url:
                             yield Stack(engine, guard, hub, url)
@@ -70,26 +79,59 @@ async def serve_stack(
 
 @asynccontextmanager
 async def serve_upstream(
-    policy: Policy | None, url: str, *, key: str | None = None, host: str = "127.0.0.1", port: int = 0, api_key: str | None = None,
-    operator_key: str | None = None, access: Access | None = None, hub: Hub | None = None,
+    policy: Policy | None, url: str | Sequence[str], *, key: str | None = None, host: str = "127.0.0.1", port: int = 0,
+    api_key: str | None = None, operator_key: str | None = None, access: Access | None = None, hub: Hub | None = None,
+    store: str | None = None,
 ) -> AsyncIterator[tuple[Guard, str]]:  # fmt: skip
     """The gateway in front of a server that runs already: any that speaks OpenAI's chat completions, with our plugin or without.
+    Several URLs of servers of one model make a pool: sessions are spread over them, and go on elsewhere when one is away.
 
     policy: None takes the server's model with the defaults; its ``engine.max_model_len`` is the window of a server that does not
-    state one. Yields the guard and the gateway's URL. Raises EngineDiedError when nobody answers at ``url``.
+    state one; ``store``: of its sessions, where the policy names none. Yields the guard and the gateway's URL.
+
+    Raises EngineDiedError when nobody answers at any ``url``.
     """
-    hub, access = hub or Hub(), Access.of(access, api_key, operator_key)
+    access = Access.of(access, api_key, operator_key)
     with bind(host, port) as listener:
         check_address(listener.getsockname()[0], access.keys)
-        client = OpenAIEngine(url, api_key=key, window=policy.engine.max_model_len if policy else None)
-        try:
-            policy = policy or Policy(model=(await client.info()).model)
-            async with economics(policy, hub) as ledger:
-                guard = await Guard.open(client, policy, hub, ledger=ledger)
-                async with gateway(guard, listener, access=access) as address:
-                    yield guard, address
-        finally:
-            await client.aclose()
+        async with (
+            guarded(policy, [url] if isinstance(url, str) else url, key=key, hub=hub, store=store) as guard,
+            gateway(guard, listener, access=access) as address,
+        ):
+            yield guard, address
+
+
+@asynccontextmanager
+async def guarded(
+    policy: Policy | None, urls: Sequence[str], *, key: str | None = None, hub: Hub | None = None, store: str | None = None
+) -> AsyncIterator[Guard]:
+    """A guard in front of servers that run already; see `serve_upstream`."""
+    hub = hub or Hub()
+    window = policy.engine.max_model_len if policy else None
+    pool = EnginePool([OpenAIEngine(url, name=f"engine-{i}", api_key=key, window=window) for i, url in enumerate(urls)])
+    try:
+        policy = policy or Policy(model=(await pool.info()).model)
+        if store is not None and policy.store.url is None:
+            policy = policy.model_copy(update={"store": policy.store.model_copy(update={"url": store})})
+        async with economics(policy, hub) as ledger, session_books(policy) as books:
+            guard = await Guard.open(pool, policy, hub, ledger=ledger, books=books)
+            async with pool.watched():
+                yield guard
+    finally:
+        await pool.aclose()
+
+
+@asynccontextmanager
+async def session_books(policy: Policy) -> AsyncIterator[Books]:
+    """The policy's sessions, in its store or in memory, while the block runs. Raises StoreError when the store is not there."""
+    options = policy.store
+    if options.url is None:
+        yield Books(MemorySessions(policy.max_sessions))
+        return
+    async with open_sessions(options.url, options.sessions_per_caller) as store:
+        books = Books(store, lease_s=options.lease_s, retention_s=options.retention_days * 86_400)
+        async with books.open():
+            yield books
 
 
 @asynccontextmanager
@@ -97,25 +139,30 @@ async def economics(policy: Policy, hub: Hub) -> AsyncIterator[Ledger]:
     """The policy's ledger, kept in its store while the block runs. Raises ConfigError, and StoreError when the store is not
     there."""
     ledger = await asyncio.to_thread(ledger_of, policy, on_event=hub.publish)
-    if policy.economics.store is None:
+    url = policy.economics.store or policy.store.url
+    if url is None:
         yield ledger
         return
-    async with open_store(policy.economics.store) as store, synced(ledger, store, setup_of(policy)):
+    async with open_store(url) as store, synced(ledger, store, setup_of(policy)):
         yield ledger
 
 
 @asynccontextmanager
 async def gateway(
-    guard: Guard, listener: socket.socket, *, api_key: str | None = None, operator_key: str | None = None,
+    guard: Guard, listener: socket.socket, *others: socket.socket, api_key: str | None = None, operator_key: str | None = None,
     access: Access | None = None,
 ) -> AsyncIterator[str]:  # fmt: skip
-    """The gateway as a server in this event loop, on a bound socket; yields its URL. Raises ConfigError for an address others can
-    reach without a key."""
+    """The gateway as a server in this event loop, on bound sockets; yields the first one's URL. ``access`` goes before the keys.
+
+    At the end of the block nothing new is taken on, running steps may go on for the policy's ``drain_s``, and those that are left
+    end with an error that says so. Raises ConfigError for an address others can reach without a key.
+    """
     access = Access.of(access, api_key, operator_key)
-    check_address(listener.getsockname()[0], access.keys)
-    tls = access.tls
+    for one in (listener, *others):
+        check_address(one.getsockname()[0], access.keys)
+    tls, drain, serving = access.tls, Drain(), guard.policy.serving
     config = uvicorn.Config(
-        create_app(guard, keys=access.keys, allowed_hosts=access.allowed_hosts),
+        create_app(guard, keys=access.keys, allowed_hosts=access.allowed_hosts, drain=drain),
         http=BoundedHttp,
         ws="none",
         proxy_headers=False,  # nobody's word on where a request came from
@@ -123,22 +170,43 @@ async def gateway(
         ssl_context_factory=None if tls is None else lambda *_: tls,
         log_level="warning",
         access_log=False,
-        timeout_graceful_shutdown=5,
         timeout_keep_alive=75,  # agents think and run tools between two steps; uvicorn's 5 s would close under them
     )
     server = _Server(config)
-    async with owned_task(server.serve(sockets=[listener]), "gateway") as task:
+    for one in (listener, *others):
+        give_up_after(one, serving.send_s)
+    async with owned_task(server.serve(sockets=[listener, *others]), "gateway") as task:
         while not server.started and not task.done():  # noqa: ASYNC110  # uvicorn sets a flag, no event
             await asyncio.sleep(0.02)
         if task.done():
             raise EngineError("the gateway ended while starting; its log says why")
-        host, port = listener.getsockname()[:2]
         try:
-            scheme = "http" if tls is None else "https"
-            yield f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+            yield url_of(listener, tls=tls is not None)
         finally:
+            drain.begin()
             server.should_exit = True
-            await asyncio.wait([task], timeout=10)
+            await asyncio.wait([task], timeout=serving.drain_s)
+            drain.expire()
+            await asyncio.wait([task], timeout=LAST_WORD_S)
+            for connection in list(server.server_state.connections):  # of clients that take not even that
+                connection.transport.abort()  # type: ignore[union-attr]
+            server.force_exit = True
+            await asyncio.wait([task], timeout=LAST_WORD_S)
+
+
+def url_of(listener: socket.socket, *, tls: bool = False) -> str:
+    host, port = listener.getsockname()[:2]
+    scheme = "https" if tls else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+def give_up_after(listener: socket.socket, seconds: float) -> None:
+    """Connections on which a peer takes nothing for so long, or from which it has vanished, are ended by the kernel: a slow client
+    costs one connection and its buffers, not for ever, and no timer a chunk. Other systems than Linux have keep-alive alone."""
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (("TCP_USER_TIMEOUT", seconds * 1000), ("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3)):
+        if hasattr(socket, option):  # accepted sockets inherit them
+            listener.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), max(1, int(value)))
 
 
 def bind(host: str, port: int) -> socket.socket:

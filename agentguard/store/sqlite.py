@@ -9,15 +9,9 @@ from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from agentguard.store import StoreError, Sums
+from agentguard.store.migrations import connect
 
 T = TypeVar("T")
-_SCHEMA = """
-PRAGMA journal_mode = WAL;
-PRAGMA synchronous = NORMAL;  -- a power cut may cost the last second, never the file; a sync a commit took 0.1 s here
-CREATE TABLE IF NOT EXISTS sums (cell TEXT, name TEXT, value REAL NOT NULL, PRIMARY KEY (cell, name)) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS batches (name TEXT PRIMARY KEY, at REAL NOT NULL DEFAULT (julianday())) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS states (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
-"""
 _ADD = "INSERT INTO sums VALUES (?, ?, ?) ON CONFLICT (cell, name) DO UPDATE SET value = value + excluded.value"
 _PUT = "INSERT INTO states VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = excluded.value"
 
@@ -32,19 +26,7 @@ class SqliteStore:
 
     @classmethod
     async def open(cls, path: str) -> SqliteStore:
-        def connect() -> SqliteStore:
-            connection = sqlite3.connect(path, timeout=30, check_same_thread=False)
-            try:
-                connection.executescript(_SCHEMA)
-            except sqlite3.Error:
-                connection.close()
-                raise
-            return cls(connection, path)
-
-        try:
-            return await asyncio.to_thread(connect)
-        except sqlite3.Error as error:
-            raise StoreError(f"store=sqlite:{path}: cannot be opened ({error}); give a file in a folder that exists") from None
+        return cls(await asyncio.to_thread(connect, path, 30.0), path)
 
     async def add(self, sums: Sums, batch: str) -> None:
         rows = [(cell, name, value) for cell, values in sums.items() for name, value in values.items()]
@@ -77,8 +59,10 @@ class SqliteStore:
 
     async def _do(self, work: Callable[[sqlite3.Connection], T]) -> T:
         def locked() -> T:
-            with self._lock, self._connection:
-                return work(self._connection)
+            with self._lock:
+                self._connection.execute("BEGIN IMMEDIATE")
+                with self._connection:  # commits, or rolls back
+                    return work(self._connection)
 
         try:
             return await asyncio.to_thread(locked)

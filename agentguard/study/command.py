@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Coroutine
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -19,9 +20,13 @@ from agentguard.errors import EngineError
 from agentguard.events import RuleSwitched
 from agentguard.gateway.server import Stack, serve_stack
 from agentguard.study.closing import Closing, Mode, run_closing, summarise_closing
+from agentguard.study.grid import Grid, fresh_engines, run_grid
 from agentguard.study.guarded import GuardResult, summarise_guard
+from agentguard.study.provenance import command_line, provenance
+from agentguard.study.records import Header, Recording
 from agentguard.study.results import ArmResult, summarise
 from agentguard.study.runner import StudyPlan, gateway_client, run
+from agentguard.study.voids import check_policy
 from agentguard.telemetry.recorder import record, replay
 
 if TYPE_CHECKING:
@@ -84,6 +89,50 @@ async def with_stack(policy: Policy, work: Callable[[Stack], Coroutine[Any, Any,
 
         await _unless_engine_ends(stack, keep())
         return result[0]
+
+
+async def run_cells(
+    grid: Grid,
+    policy: Policy,
+    path: Path,
+    *,
+    resume: bool = False,
+    fresh: bool = False,
+    events: Path | None = None,
+    on_ready: Callable[[Stack], None] = lambda _: None,
+    on_found: Callable[[int], None] = lambda _: None,
+    on_session: Callable[[], None] = lambda: None,
+) -> Recording:
+    """Run the grid into the recording at ``path``, or finish one that is there (``resume``).
+
+    ``fresh`` starts an engine anew for each rule; ``events`` keeps every event besides;
+    ``on_found`` is told how many sessions were there already. Raises ConfigError and VoidError for a
+    set-up that would measure nothing, EngineDiedError as soon as the engine's process ends.
+    """
+    check_policy(policy, (cell.rule for cell in grid.cells), grid.temperature)
+    recording = await asyncio.to_thread(_open_recording, grid, policy, path, resume)
+    on_found(len(recording.records))
+    parts = fresh_engines(grid) if fresh else [grid]
+    for part in parts:
+        if next(part.todo(recording.records), None) is None:
+            continue
+
+        async def work(stack: Stack, part: Grid = part) -> None:
+            on_ready(stack)
+            async with AsyncExitStack() as kept:
+                if events is not None:
+                    await kept.enter_async_context(record(stack.hub, events))
+                await run_grid(part, stack, recording, on_session)
+
+        await with_stack(policy, work)
+    return recording
+
+
+def _open_recording(grid: Grid, policy: Policy, path: Path, resume: bool) -> Recording:
+    plan = grid.as_json(policy)
+    if resume:
+        return Recording.resume(path, plan)
+    return Recording.new(path, Header(plan=plan, provenance=provenance(policy, plan, command_line())))
 
 
 def _guard_result(policy: Policy, events: Path) -> GuardResult:

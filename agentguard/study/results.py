@@ -123,11 +123,12 @@ def _row(
         closes=sum(bool(s.closed) for s in steps),
         empty_answers=sum(s.empty_answer for s in steps),
         ttlt_s=sum(s.ttlt_s for s in steps) / len(steps),
-        a_step=_a_step(plans.values()),
+        a_step=a_step(plans.values()),
     )
 
 
-def _a_step(plans: Iterable[Sequence[StepFinished]]) -> dict[str, Mean | None]:
+def a_step(plans: Iterable[Sequence[StepFinished]]) -> dict[str, Mean | None]:
+    """Means a step of sessions, each with the variance of its estimate."""
     cell = Cell()
     for plan in plans:
         session = SessionSums()

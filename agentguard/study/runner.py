@@ -129,16 +129,7 @@ async def session(
     for step in range(1, plan.suite.steps + 1):
         problem = plan.suite.problem(plan.seed, number, step, previous)
         messages.append({"role": "user", "content": problem.text})
-        body = {
-            **plan.suite.sampling,
-            "model": model,
-            "messages": messages,
-            "temperature": plan.temperature,
-            "max_tokens": plan.suite.max_tokens,
-            "seed": _seed(plan.seed, number, step),
-        }
-        if arm is not None:
-            body["vllm_xargs"] = {"ag_rule": str(arm.as_it_stands())}
+        body = request_body(plan, model, messages, number, step, arm)
         answer = ""
         async with aclosing(client.chat(body, f"{number}-{step}", name)) as chunks:
             async for chunk in chunks:
@@ -149,6 +140,23 @@ async def session(
         messages.append({"role": "assistant", "content": answer.strip()})
         previous = parse_answer(answer)
         on_step()
+
+
+def request_body(
+    plan: StudyPlan, model: str, messages: list[dict[str, str]], number: int, step: int, arm: RuleSpec | None
+) -> dict[str, Any]:
+    """What is sent for a step; the same for every arm but for the rule it names."""
+    body = {
+        **plan.suite.sampling,
+        "model": model,
+        "messages": messages,
+        "temperature": plan.temperature,
+        "max_tokens": plan.suite.max_tokens,
+        "seed": _seed(plan.seed, number, step),
+    }
+    if arm is not None:
+        body["vllm_xargs"] = {"ag_rule": str(arm.as_it_stands())}
+    return body
 
 
 def _seed(*parts: int) -> int:

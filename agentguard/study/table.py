@@ -8,8 +8,10 @@ from rich.table import Table
 
 from agentguard.economics.ratios import Ratio
 from agentguard.study.closing import Closing
+from agentguard.study.inference import Estimate
 from agentguard.study.probe import ProbeResult
 from agentguard.study.results import ArmResult
+from agentguard.study.summary import Arm, Summary
 from agentguard.study.tts import Against
 
 ARMS_A_TABLE = 3
@@ -33,6 +35,49 @@ LINES: tuple[tuple[str, Callable[[ArmResult], str]], ...] = (
 def render(rows: Sequence[ArmResult], title: str) -> list[Table]:
     """As many tables as the arms need, strict first."""
     return [_table(rows[i : i + ARMS_A_TABLE], title) for i in range(0, len(rows), ARMS_A_TABLE)]
+
+
+ARM_LINES: tuple[tuple[str, Callable[[Arm], str]], ...] = (
+    ("close", lambda a: a.close),
+    ("support filter", lambda a: "on" if a.filter else "off"),
+    ("sessions / steps", lambda a: f"{a.sessions} / {a.steps}"),
+    ("answers right", lambda a: "—" if a.accuracy is None else f"{a.right} ({a.accuracy.value:.0%})"),
+    ("tokens", lambda a: str(a.tokens)),
+    ("think share", lambda a: f"{a.think_tokens / a.tokens:.0%}" if a.tokens else "—"),
+    ("accepted length ℓ", lambda a: _of(a.accepted_length)),
+    ("gain", lambda a: _of(a.gain)),
+    ("λ", lambda a: _of(a.inflation)),
+    ("rounds ratio", lambda a: _of(a.rounds_ratio)),
+    ("TTLT ratio", lambda a: _of(a.ttlt_ratio)),
+    ("truncated / closes", lambda a: f"{a.truncated} / {a.closes}"),
+    ("rescued / regressed", lambda a: "—" if a.closing is None else f"{a.closing.rescued} / {a.closing.regressed}"),
+    ("verdict", lambda a: a.verdict),
+)
+
+
+def render_arms(summary: Summary) -> list[Table]:
+    """As many tables as the arms need, strict first."""
+    plan = summary.header.plan
+    title = f"{plan['suite']}: {plan['steps']} step{'s' * (plan['steps'] > 1)} a session, seed {plan['seed']}"
+    if summary.budget:
+        title += f", closed runs within {summary.budget} tokens"
+    tables = []
+    for i in range(0, len(summary.arms), ARMS_A_TABLE):
+        table = Table(title=title, caption=CAPTION)
+        table.add_column("rule", no_wrap=True)
+        arms = summary.arms[i : i + ARMS_A_TABLE]
+        for arm in arms:
+            table.add_column(arm.rule.replace(",", ", "), justify="right")
+        for heading, cell in ARM_LINES:
+            table.add_row(heading, *(cell(arm) for arm in arms))
+        tables.append(table)
+    return tables
+
+
+def _of(estimate: Estimate | None) -> str:
+    if estimate is None:
+        return "—"
+    return f"{estimate.value:.2f}" if estimate.low == estimate.high else str(estimate)
 
 
 def render_closing(rows: Sequence[Closing], title: str) -> Table:

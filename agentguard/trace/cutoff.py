@@ -90,6 +90,12 @@ class Cap:
         return replace(self, asked=(*self.asked, (cap, term))).at(self.growth)
 
 
+def step_budget(cutoff: Cutoff, *, window: int, prompt: int, limit: int | None) -> int:
+    """B = min(M, C - P - margin): what a step may generate, whatever its session has done before."""
+    room = max(0, window - prompt - cutoff.margin)
+    return room if limit is None else min(limit, room)
+
+
 def think_cap(
     cutoff: Cutoff, *, window: int, prompt: int, limit: int | None, answers: Sequence[int], growth: float, asked: int | None = None
 ) -> Cap:
@@ -101,8 +107,7 @@ def think_cap(
     B = min(M, C - P - margin); A = max(floor, p90 of answers), at most half of B, and exactly half of a B below ``half_below``;
     cap = min(f B, B - A, f C - P, asked) with f = f_max - (f_max - f_min) g. A prompt that fills the window gives budget 0.
     """
-    room = max(0, window - prompt - cutoff.margin)
-    budget = room if limit is None else min(limit, room)
+    budget = step_budget(cutoff, window=window, prompt=prompt, limit=limit)
     reserve = budget // 2
     if budget >= cutoff.half_below:
         reserve = min(max(cutoff.answer_floor, percentile(answers, 0.9)), reserve)

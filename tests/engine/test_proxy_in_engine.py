@@ -1,13 +1,12 @@
 """LiteLLM in front of a real vLLM with our plugin: the SDKs on the reference pair, and coding agents on the SmolLM2 target.
 
 The agents' prompts are thousands of tokens long, which the reference pair's vocabulary of single characters cannot hold, so theirs
-run where AGENTGUARD_SMOLLM2 names the folder `recipes/smollm2_pair` built (its `target-think`). What the model says is of no
-interest; that the conversation holds is.
+run where 'make smollm2' built that target. What the model says is of no interest; that the conversation holds is.
 """
 
 from __future__ import annotations
 
-import os
+import json
 import re
 import secrets
 import sys
@@ -28,6 +27,7 @@ from agentguard.telemetry.hub import Hub
 from tests.conftest import RunningStack
 from tests.proxy.clients import BIN
 from tests.proxy.conftest import Behind, home  # noqa: F401
+from tests.proxy.smollm2 import built, folder
 from tests.proxy.test_clients import COMMANDS, IDS, run_agent_in
 from tests.proxy.test_protocols import ASKS
 
@@ -39,6 +39,7 @@ pytestmark = [
 ]
 LONG = "a=47;b=a+8;c=b-3;d=c+9;e=d-2;f=e+1;g=f+7;h=g-6;?h;!40"
 BUDGET = 40
+SMALL_BUDGET = 8
 
 
 @dataclass
@@ -105,55 +106,75 @@ async def test_an_sdk_s_example_runs_as_its_readme_says(reference: Behind, tmp_p
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def smollm2() -> AsyncIterator[Served]:
-    """Answers are cut at 160 tokens by the engine, so that a model that never stops does."""
-    folder = os.environ.get("AGENTGUARD_SMOLLM2")
-    if not folder:
-        pytest.skip("AGENTGUARD_SMOLLM2 does not name the models that recipes/smollm2_pair builds")
-    extra = ["--override-generation-config", '{"max_new_tokens": 160}']
+async def smollm2(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
+    """Left alone it wanders on for ever, so a full stop ends what it says, as its own end token would."""
+    if not built():
+        pytest.skip("the SmolLM2 target is not there; 'make smollm2' builds it")
+    target = tmp_path_factory.mktemp("smollm2") / "target"
+    target.mkdir()
+    for file in (folder() / "target").iterdir():
+        (target / file.name).symlink_to(file)
+    # the likeliest token always: sampled, this model writes garbage, in which no full stop has to come
+    settings = json.loads((target / "generation_config.json").read_text()) | {"eos_token_id": ENDS, "top_k": 1}
+    (target / "generation_config.json").unlink()
+    (target / "generation_config.json").write_text(json.dumps(settings))
+    template = (target / "chat_template_think.jinja").read_text()
+    assert template.count(OPENED) == 1
+    (target / "chat_template_think.jinja").unlink()
+    (target / "chat_template_think.jinja").write_text(template.replace(OPENED, OPENED + BEGUN))
     policy = Policy.model_validate(
         {
-            "model": str(Path(folder) / "target-think"),
-            "cutoff": {"think_tokens": BUDGET},
-            "engine": {"max_model_len": 8192, "dtype": "bfloat16", "tool_parser": "hermes", "extra_args": extra},
+            "model": str(target),
+            "cutoff": {"think_tokens": SMALL_BUDGET},
+            "engine": {
+                "max_model_len": 8192,
+                "dtype": "bfloat16",
+                "tool_parser": "hermes",
+                "extra_args": [
+                    "--chat-template", str(target / "chat_template_think.jinja"),
+                    "--override-generation-config", '{"max_new_tokens": 400}',
+                ],
+            },
         }
-    )
+    )  # fmt: skip
     events: list[Event] = []
     hub, key = Hub(), f"sk-{secrets.token_hex(32)}"
     with hub.sink(events.append):
         async with (
             serve_stack(policy, hub=hub) as stack,
-            litellm_process(prepare(), model="target-think", gateway=stack.url, master_key=key, port=free_port()) as proxy,
+            litellm_process(prepare(), model="target", gateway=stack.url, master_key=key, port=free_port()) as proxy,
         ):
             yield Served(stack.url, proxy.url, key, events)
 
 
+ENDS = [2, 30]
+"""<|im_end|> and the full stop."""
+OPENED, BEGUN = "<think>\n", "The alphabet is A B C D E F G H I J"
+"""The template begins a trace that this model goes on with for more than twenty tokens, behind any prompt that was tried."""
 # qwen-code's 15 tools alone fill the window
 SMALLER = {
     "claude": ["--tools", "Bash", "--system-prompt", "You are an agent."],
     "codex": [],
     "opencode": [],
-    "mini": [],
+    "mini": ["--config", "mini.yaml", "--config", "agent.step_limit=3"],
 }
 
 
 @pytest.mark.clients
 @pytest.mark.parametrize("client", list(SMALLER))
-async def test_an_agent_talks_to_a_model_that_never_stops_thinking(smollm2: Served, client: str, home: Path) -> None:  # noqa: F811
+async def test_an_agent_talks_to_a_small_model_and_ends_normally(smollm2: Served, client: str, home: Path) -> None:  # noqa: F811
     if not (BIN / client).exists():
         pytest.skip(f"{client} is not installed; 'make test-clients' does it")
     mark = len(smollm2.events)
     small = {"CLAUDE_CODE_MAX_OUTPUT_TOKENS": "1024"}
     command = [*COMMANDS[client], *SMALLER[client]]
     code, out, said = await run_agent_in(command, smollm2.proxy, smollm2.gateway, smollm2.key, home, **small)
-    # Claude Code and Codex end with 1 and a message where an answer was cut off at its limit; nobody hangs, nobody crashes
-    assert code == 0 or (code == 1 and "limit" in (out + said).lower()), out + said
+    assert code == 0, out + said
     steps = smollm2.finished(mark)
     assert steps, out + said
     assert all(re.fullmatch(IDS[client], s.session.partition("/")[2]) for s in steps)
-    assert all(not s.error and s.think_tokens <= BUDGET for s in steps)
-    assert [s.step for s in steps] == list(range(1, len(steps) + 1))
+    assert all((s.think_tokens, s.closed, s.finish_reason, s.error) == (SMALL_BUDGET, "budget", "stop", "") for s in steps)
+    assert sorted(s.step for s in steps) == list(range(1, len(steps) + 1))  # opencode runs its two at once
     closed = [e for e in smollm2.events[mark:] if isinstance(e, TraceClosed)]
-    assert closed
-    assert {(e.reason, e.how) for e in closed} == {("budget", "engine")}
+    assert [(e.reason, e.how) for e in closed] == [("budget", "engine")] * len(steps)
     assert f"{len(steps)} step" in said

@@ -54,6 +54,12 @@ def same_number(reply: str, truth: str) -> bool:
     return given is not None and given == wanted
 
 
+def first_place(trace: str, truth: str) -> int | None:
+    """Characters of ``trace`` up to the end of the first number that is the true one; None where there is none."""
+    wanted = _decimal(truth)
+    return next((m.end() for m in _LAST_NUMBER.finditer(trace) if _decimal(m[0]) == wanted), None)
+
+
 def _decimal(text: str) -> Decimal | None:
     try:
         return Decimal(text.replace(",", "").replace("$", "").strip())

@@ -24,6 +24,10 @@ class Gradable(Protocol):
 
     def grade(self, reply: str) -> bool | None: ...
 
+    def proved(self, trace: str) -> int | None:
+        """Characters of a trace up to its first right answer; None where it has none, or the suite cannot tell."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Suite:

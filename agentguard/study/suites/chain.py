@@ -50,6 +50,14 @@ class Problem:
         """True when the reply's text is the right number and nothing else."""
         return parse_answer(reply) == self.answer
 
+    def proved(self, trace: str) -> int | None:
+        """Characters of ``trace`` up to where it first derives the asked variable rightly; None where it never does."""
+        asked = self.lines[-1].name
+        for match in _DERIVED.finditer(trace):
+            if match[1] == asked and int(match[2]) == self.answer:
+                return match.end()
+        return None
+
 
 def parse_answer(reply: str) -> int | None:
     """The number a reply states, or None when it states none (an empty or a garbled answer)."""

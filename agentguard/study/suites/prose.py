@@ -24,6 +24,9 @@ class Prompt:
     def grade(self, reply: str) -> None:
         """Nothing is right or wrong here."""
 
+    def proved(self, trace: str) -> None:
+        """Nothing is proved either."""
+
 
 def make_prompt(rng: random.Random) -> Prompt:
     return Prompt(f"Write {rng.choice(KINDS)} about {rng.choice(TOPICS)}. Go into as much detail as you can.")

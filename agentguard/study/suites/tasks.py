@@ -32,13 +32,18 @@ CHOICE = 'End with "The correct answer is (X)", X being the letter of your choic
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What one step asks; ``judge`` is None where nothing is graded."""
+    """What one step asks; ``judge`` is None where nothing is graded, ``number`` the right answer where it is one."""
 
     text: str
     judge: Callable[[str], bool] | None = None
+    number: str | None = None
 
     def grade(self, reply: str) -> bool | None:
         return None if self.judge is None else self.judge(reply)
+
+    def proved(self, trace: str) -> int | None:
+        """Where the trace first holds the right number. A number of the question may be the same by chance, alike in every arm."""
+        return None if self.number is None else text.first_place(trace, self.number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,13 +112,13 @@ def _gsm8k(task: Task) -> tuple[Asked, ...]:
     _, mark, truth = str(task["answer"]).rpartition("####")
     if not mark or text.number(truth) is None:
         raise ValueError(f"answer {str(task['answer'])[-40:]!r} does not end in '#### number'")
-    return (Asked(task["question"] + BOXED, lambda reply: text.same_number(reply, truth)),)
+    return (Asked(task["question"] + BOXED, lambda reply: text.same_number(reply, truth), truth),)
 
 
 def _aime(task: Task) -> tuple[Asked, ...]:
     truth = str(int(task["answer"]))
     question = task["problem"] if "problem" in task else task["question"]
-    return (Asked(question + BOXED, lambda reply: text.same_number(reply, truth)),)
+    return (Asked(question + BOXED, lambda reply: text.same_number(reply, truth), truth),)
 
 
 def _humaneval(task: Task) -> tuple[Asked, ...]:

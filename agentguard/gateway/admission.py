@@ -1,0 +1,161 @@
+"""What a gateway takes on at once: so many steps run, so many wait, and no caller keeps the others from their turn.
+
+A step waits before its body is read, so that a crowd costs connections and not memory. Whoever is refused is told why and when to
+come again: 429 where the caller has too much running itself, 503 where the gateway has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter, OrderedDict, deque
+from typing import Any
+
+import structlog
+from starlette.responses import JSONResponse
+
+from agentguard.errors import BusyError
+from agentguard.identity import CALLER, digest
+from agentguard.policy import ServingLimits
+
+logger = structlog.get_logger(__name__)
+RETRY_S = 5
+
+
+class Admission:
+    """Callers take turns; within a caller the first comes first."""
+
+    def __init__(self, limits: ServingLimits) -> None:
+        self._limits = limits
+        self.running = 0
+        self._of: Counter[str] = Counter()
+        self._queues: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
+        self.waiting = 0
+
+    async def enter(self, caller: str) -> None:
+        """Wait for a turn; `leave` gives it back. Raises BusyError."""
+        limits = self._limits
+        if self._of[caller] >= limits.per_caller:
+            raise BusyError(
+                429, "caller_busy",
+                f"this caller has {self._of[caller]} steps running or waiting, and {limits.per_caller} is the limit "
+                f"(serving.per_caller); send this again when one has ended", RETRY_S,
+            )  # fmt: skip
+        if self.running < limits.running and not self.waiting:
+            self.running += 1
+            self._of[caller] += 1
+            return
+        if self.waiting >= limits.queue:
+            raise BusyError(
+                503, "gateway_busy",
+                f"{self.running} steps run and {self.waiting} wait, which is all this gateway takes on (serving.running, "
+                f"serving.queue); send this again later", RETRY_S,
+            )  # fmt: skip
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._queues.setdefault(caller, deque()).append(turn)
+        self.waiting += 1
+        self._of[caller] += 1
+        try:
+            async with asyncio.timeout(limits.queue_s):
+                await turn
+        except BaseException as error:
+            if turn.done() and not turn.cancelled():  # its turn came in the same moment
+                self.leave(caller)
+            else:
+                self._give_up(caller, turn)
+            if isinstance(error, TimeoutError):
+                raise BusyError(
+                    503, "gateway_busy",
+                    f"no turn within {limits.queue_s:g} s: {self.running} steps run (serving.running, serving.queue_s); send this "
+                    f"again later", RETRY_S,
+                ) from None  # fmt: skip
+            raise
+
+    def leave(self, caller: str) -> None:
+        self.running -= 1
+        self._forget(caller)
+        while self.running < self._limits.running and self._queues:
+            # the caller whose turn it is goes to the end of the line
+            next_caller, queue = self._queues.popitem(last=False)
+            turn = queue.popleft()
+            if queue:
+                self._queues[next_caller] = queue
+            self.waiting -= 1
+            self.running += 1
+            turn.set_result(None)
+
+    def _give_up(self, caller: str, turn: asyncio.Future[None]) -> None:
+        queue = self._queues[caller]
+        queue.remove(turn)
+        if not queue:
+            del self._queues[caller]
+        self.waiting -= 1
+        self._forget(caller)
+
+    def _forget(self, caller: str) -> None:
+        self._of[caller] -= 1
+        if not self._of[caller]:
+            del self._of[caller]
+
+
+class Drain:
+    """How a gateway ends: nothing new, those that watch are let go at once, running steps may go on until `expire`, and then end
+    with a word why."""
+
+    def __init__(self) -> None:
+        self.begun = False
+        self.expired = asyncio.Event()
+        self.watchers: set[asyncio.Task[Any]] = set()
+        self.streams: set[asyncio.Task[Any]] = set()
+
+    def begin(self) -> None:
+        self.begun = True
+        for task in self.watchers:
+            task.cancel()
+
+    def expire(self) -> None:
+        self.begin()
+        self.expired.set()
+        for task in self.streams:
+            task.cancel()
+
+    @staticmethod
+    def error() -> BusyError:
+        return BusyError(503, "gateway_ends", "the gateway was told to end before this step had; send it again", RETRY_S)
+
+
+class Admit:
+    """Pure-ASGI middleware: steps pass through `Admission`, and none once the gateway ends."""
+
+    def __init__(self, app: Any, admission: Admission, drain: Drain, paths: tuple[str, ...]) -> None:
+        self.app = app
+        self._admission = admission
+        self._drain = drain
+        self._paths = paths
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http" or scope["path"] not in self._paths:
+            await self.app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        caller = digest(headers.get(b"authorization", b"").decode("latin-1"), headers.get(CALLER.encode(), b"").decode("latin-1"))
+        try:
+            if self._drain.begun:
+                raise Drain.error()
+            await self._admission.enter(caller)
+        except BusyError as error:
+            logger.info("refused", caller=caller, code=error.code)
+            await refusal(error)(scope, receive, send)
+            return
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            self._admission.leave(caller)
+
+
+def refusal(error: BusyError) -> JSONResponse:
+    """OpenAI's error object. The rest of the request is not read, so the connection ends with it."""
+    kind = "rate_limit_error" if error.status == 429 else "server_error"
+    told = {"message": str(error), "type": kind, "code": error.code}
+    body = {"error": told | ({"param": error.field} if error.status < 500 else {})}
+    return JSONResponse(body, error.status, headers={"retry-after": str(math.ceil(error.retry_after_s)), "connection": "close"})
