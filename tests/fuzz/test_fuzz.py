@@ -19,6 +19,7 @@ from agentguard.gateway.openapi import document
 from agentguard.identity import digest
 from agentguard.policy import load
 from agentguard.policy import read as read_recipe
+from agentguard.requests import ChatRequest
 from agentguard.telemetry import exposition
 from agentguard.trace import markers
 from agentguard.trace.splitter import Splitter
@@ -131,6 +132,12 @@ def test_chunks_nested_without_end_are_an_engine_error() -> None:
 def test_bodies_that_could_not_be_sent_on_are_refused(raw: bytes, named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         parse_body(raw)
+
+
+def test_a_number_that_is_none_is_refused_as_text_too() -> None:
+    """Pydantic reads "NaN" as a float, which no JSON can carry on to the engine."""
+    with pytest.raises(ConfigError, match="temperature"):
+        ChatRequest.read({"messages": [{"role": "user"}], "temperature": "NaN"})
 
 
 def test_a_recipe_nested_without_end_is_refused(tmp_path: Path) -> None:
