@@ -58,15 +58,13 @@ def tls_context(certificate: str, key: str, clients: str | None = None) -> ssl.S
     """TLS 1.2 or newer. ``clients``: a file of authorities; without a certificate of theirs nobody gets in. Raises ConfigError."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    for flag, load in (
-        ("tls_cert", lambda: context.load_cert_chain(certificate, key)),
-        ("tls_clients", lambda: _trust(context, clients)),
-    ):
-        try:
-            load()
-        except (OSError, ssl.SSLError) as error:
-            value = certificate if flag == "tls_cert" else clients
-            raise ConfigError(flag, value, f"cannot be used ({error}); give PEM files, the key that of the certificate") from None
+    flag, value = "tls_cert", certificate
+    try:
+        context.load_cert_chain(certificate, key)
+        flag, value = "tls_clients", clients or ""
+        _trust(context, clients)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(flag, value, f"cannot be used ({error}); give PEM files, the key that of the certificate") from None
     return context
 
 
