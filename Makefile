@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 LOCK := locks/engine-cpu.txt
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-clients mini-swe-agent smollm2 lint install clean
+.PHONY: demo test test-clients mini-swe-agent smollm2 lint docs install clean
 
 demo: $(STAMP)
 	$(BIN)/agentguard demo
@@ -33,6 +33,10 @@ lint: $(STAMP)
 	$(BIN)/lint-imports
 	$(BIN)/bandit --quiet --configfile pyproject.toml --recursive agentguard engine_plugins
 	$(BIN)/python -m agentguard.supply check
+
+# The documentation as a site in build/site; a link that leads nowhere is an error.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 install: $(STAMP)
 

@@ -5,6 +5,8 @@
     │   ├── TooLargeError       more bytes than agentguard.limits allows
     │   ├── TooSlowError        a request whose body did not arrive in time
     │   └── ContextLengthError  the prompt leaves no room for an answer in the context window
+    ├── StepTimeoutError   a step did not end in the time its caller gave it
+    ├── StreamClosedError  a stream was read after its end, or closed while it was read
     ├── SessionLimitError  a session has used up what its recipe allows; an operator may raise the limit
     ├── SessionBusyError   its running steps hold what is left
     ├── BusyError          the gateway or a caller has too much running; says when to come again
@@ -29,6 +31,8 @@ from agentguard.limits import SHOWN_CHARACTERS
 
 
 class AgentGuardError(Exception):
+    """The root of the tree. ``exit_code`` is the command line's exit status."""
+
     exit_code = 1
 
 
@@ -67,6 +71,11 @@ class ContextLengthError(ConfigError):
 
 
 class SessionLimitError(AgentGuardError):
+    """A session has used what it may; it goes on once its limit is raised. HTTP 429.
+
+    ``meter``: "steps", "tokens" or "no_progress", which stands at ``value`` of ``limit``.
+    """
+
     code = "session_limit"
     field = "session"
 
@@ -75,6 +84,23 @@ class SessionLimitError(AgentGuardError):
             f"session {session!r} is stopped: {meter} is {value} of {limit}; start a new session, or raise the limit with "
             f"POST /agentguard/sessions/limit"
         )
+
+
+class StepTimeoutError(AgentGuardError, TimeoutError):
+    """``seconds`` is what the caller gave. The step was ended in the engine, and counts as cancelled."""
+
+    exit_code = 3
+
+    def __init__(self, session: str, seconds: float) -> None:
+        super().__init__(
+            f"a step of session {session!r} did not end within {seconds:g} s (timeout_s); give it more time, or less to think "
+            f"(think_tokens)"
+        )
+        self.seconds = seconds
+
+
+class StreamClosedError(AgentGuardError):
+    """Programming error of a stream's reader."""
 
 
 class SessionBusyError(AgentGuardError):
@@ -104,24 +130,28 @@ class BusyError(AgentGuardError):
 
 
 class ActionRefusedError(AgentGuardError):
-    pass
+    """An operator's action that is not taken here, or that found nothing to act on."""
 
 
 class EngineError(AgentGuardError):
-    pass
+    """The engine did something that cannot be worked around: it did not answer in time, or what it said cannot be read.
+    HTTP 502."""
 
 
 class EngineStartError(EngineError):
-    pass
+    """An engine never became ready; the message holds the end of its log."""
 
 
 class EngineDiedError(EngineError):
+    """The engine, or a gateway in front of it, was there and is gone, or nobody answers at its
+    address. HTTP 503; the same may work later."""
+
     exit_code = 3
 
 
 class EngineRequestError(EngineError):
-    """``retry_after``: the header of that name, as the engine sent it; ``field``: what it says is wrong, "engine" where it says
-    nothing of the kind."""
+    """The engine refused one request. ``status`` is the HTTP status, ``retry_after`` the header of that name, as the engine sent
+    it, ``field`` what it says is wrong, "engine" where it says nothing of the kind."""
 
     def __init__(self, status: int, message: str, retry_after: str | None = None, field: str = "engine") -> None:
         super().__init__(message)
@@ -131,7 +161,24 @@ class EngineRequestError(EngineError):
 
 
 class PluginError(AgentGuardError):
-    pass
+    """The plugin cannot run on this vLLM; the message says which name or version is the reason."""
+
+
+def loggable(error: Exception) -> str:
+    """An error as a log may hold it: without what a server, or a check of a request, quotes of the request.
+
+    Of an error that is no agentguard's: its type, and the file and line that raised it.
+    """
+    if isinstance(error, EngineRequestError):
+        return f"the engine answered {error.status}"
+    if isinstance(error, ConfigError):
+        return f"{error.field} is refused"
+    if isinstance(error, AgentGuardError):
+        return str(error)
+    at = error.__traceback__
+    while at is not None and at.tb_next is not None:
+        at = at.tb_next
+    return type(error).__name__ + (f" at {at.tb_frame.f_code.co_filename}:{at.tb_lineno}" if at is not None else "")
 
 
 def shown(text: str, characters: int = SHOWN_CHARACTERS) -> str:

@@ -102,6 +102,8 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag="engine_ready")
 
 
 class EngineDied(msgspec.Struct, frozen=True, kw_only=True, tag="engine_died"):
+    """The engine is gone. ``reason``: how its process or its connection ended."""
+
     t: float
     engine: str
     reason: str
@@ -424,6 +426,27 @@ class SessionSeen(msgspec.Struct, frozen=True, kw_only=True, tag="session_seen")
     think_tokens: int
     closes: int
     latest: list[StepFinished]
+
+
+class SessionState(msgspec.Struct, frozen=True, kw_only=True):
+    """A session's account and the limits that hold now (`GET /agentguard/sessions?session=ID`).
+
+    ``steps`` counts model calls, ``tokens`` and ``think_tokens`` what was generated in them, ``closes`` forced closes, ``lost``
+    tokens that steps of a worker that died may have used besides, which limits count, and ``idle`` the steps in a row that brought
+    nothing. ``step_limit``, ``token_limit``: None for no limit; ``soft`` is the share of them at
+    which the guard warns.
+    """
+
+    session: str
+    steps: int = 0
+    tokens: int = 0
+    think_tokens: int = 0
+    closes: int = 0
+    lost: int = 0
+    step_limit: int | None = None
+    token_limit: int | None = None
+    soft: float = 0.8
+    idle: int = 0
 
 
 OperatorAction: TypeAlias = Literal["close", "limit", "pin", "tts"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import logging
 import re
 import time
 import uuid
@@ -19,11 +20,11 @@ from functools import partial
 from typing import Any
 
 import msgspec
-import structlog
 
 from agentguard.economics.cells import CANCELLED
 from agentguard.economics.classes import Classes, is_side_call, kind_of
 from agentguard.economics.ledger import Ledger, ledger_of
+from agentguard.economics.report import class_report
 from agentguard.engines.base import Engine, EngineInfo, Stream
 from agentguard.engines.pool import pool_of
 from agentguard.errors import (
@@ -34,21 +35,25 @@ from agentguard.errors import (
     EngineRequestError,
     SessionBusyError,
     SessionLimitError,
+    loggable,
     nearest,
 )
 from agentguard.events import (
     CompactionAdvised,
     DraftUpdated,
+    EconomicsReport,
     EngineDied,
     EngineReady,
     Event,
     Note,
     SessionAlarm,
+    SessionState,
     StepFinished,
     StepStarted,
     TraceClosed,
     TtsChanged,
     VerificationStep,
+    arm_reports,
 )
 from agentguard.identity import Identity
 from agentguard.policy import Policy
@@ -68,7 +73,8 @@ from agentguard.trace.loops import LoopDetector
 from agentguard.trace.markers import Family, Markers, generic, of_policy
 from agentguard.trace.tally import MarkerIds
 
-logger = structlog.get_logger(__name__)
+logger = logging.getLogger(__name__)
+logging.getLogger("agentguard").addHandler(logging.NullHandler())  # in somebody else's program our lines are theirs to show
 _OVERFLOW = re.compile(
     r"maximum context length|context length exceeded|context_length_exceeded|longer than the maximum model length"
     r"|exceeds? (?:the )?(?:available )?(?:model'?s? )?(?:maximum )?context|max(?:imum)? model length|prompt is too long",
@@ -82,7 +88,9 @@ _DATA = re.compile(r"data:[\w/+.-]+;base64,[\w+/=]+")
 @dataclass(slots=True)
 class Reply:
     """What the guard tells about a step besides its chunks: filled while it runs. ``compact``: the client should compact its
-    context, which is filled to ``fill`` of ``window`` tokens; ``warnings``: the session's meters near their limit."""
+    context, which is filled to ``fill`` of ``window`` tokens; ``warnings``: the session's meters near their limit. ``events``: what
+    was published about the step, in order. ``think``, ``answer`` and ``think_cap`` are where it stood, in tokens, when its latest
+    chunk was given."""
 
     request: str = ""
     fill: float = 0.0
@@ -91,6 +99,10 @@ class Reply:
     compact: bool = False
     closed: str = ""
     notes: list[Note] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    think: int = 0
+    answer: int = 0
+    think_cap: int = 0
 
 
 class Guard:
@@ -147,6 +159,7 @@ class Guard:
         return {engine.name: self._pool.away.get(engine.name, "") for engine in self._pool.engines}
 
     def ready(self) -> EngineReady:
+        """The event that tells a reader of the model, its window in tokens and the cutoff's band."""
         cutoff = self.policy.cutoff
         return EngineReady(
             t=time.time(), engine=self.engine.name, model=self.info.model, max_model_len=self.info.max_model_len,
@@ -191,6 +204,19 @@ class Guard:
                 one.warned = {key for key in one.warned if key[0] != meter}
         return known
 
+    def state(self, identity: Identity) -> SessionState:
+        """What a session has used and may use, as far as this worker knows; of one that has not begun, its limits."""
+        return (self.sessions.find(identity) or Session(identity)).state(self.policy.limits)
+
+    async def account(self, identity: Identity) -> SessionState:
+        """The same with what other workers have added, of the sessions that were used last. Raises StoreError."""
+        meters = dict(await self.books.store.sessions()).get(_key(identity))
+        if meters is not None:
+            session = self.sessions.get(identity)
+            session.steps_started, session.tokens, session.lost = meters.steps, meters.tokens, meters.lost
+            session.think_tokens, session.closes, session.raised = meters.think, meters.closes, dict(meters.raised)
+        return self.state(identity)
+
     async def stream(
         self, body: Mapping[str, Any], identity: Identity, *, route: str = "chat", side: bool = False, reply: Reply | None = None
     ) -> Stream:
@@ -228,7 +254,7 @@ class Guard:
                 # in the middle of a stream another engine would go on with other words, so the client is told and may ask again
                 if told or self._pool.choose(str(identity), failed) is None:
                     raise
-                logger.warning("failover", session=str(identity), engine=engine.name, error=str(error))
+                logger.warning("failover", extra={"session": str(identity), "engine": engine.name, "error": loggable(error)})
 
     async def _step(
         self, engine: Engine, body: Mapping[str, Any], request: ChatRequest, identity: Identity, asked: str, route: str, side: bool,
@@ -271,12 +297,13 @@ class Guard:
             step = Step(
                 engine, request, upstream, controller, request_id=request_id, session=identity.session, prompt=prompt,
                 prompt_tokens=length, family=self.family, ids=self._ids, usual_answer=session.usual_answer,
-                on_close=partial(self._closed, str(identity), number, request_id),
+                on_close=partial(self._closed, reply, str(identity), number, request_id),
             )  # fmt: skip
             self.books.follow(account, _key(identity), lambda: step.tally.total)
             step.notes += [Note.BUDGET_MOVED] * moved + [Note.IDENTICAL_RETRY] * bool(retries)
             if moved:
-                logger.warning("budget_alias", session=str(identity), budget=budget, remedy="send it as thinking_token_budget")
+                told = {"session": str(identity), "request": request_id, "budget": budget}
+                logger.warning("budget_alias", extra=told | {"remedy": "send it as thinking_token_budget"})
             self._advise(reply, session, identity, number, request_id, length, side=side)
             self.running[request_id] = (identity, step)
             self.begun[request_id] = StepStarted(
@@ -284,12 +311,15 @@ class Guard:
                 prompt_tokens=length, budget=cap.budget, think_cap=cap.think_cap, bound_by=cap.bound_by, arm=assigned.arm,
                 workload=assigned.workload, assigned=assigned.reason, agent=identity.agent,
             )  # fmt: skip
-            self.hub.publish(self.begun[request_id])
+            self._publish(self.begun[request_id], reply)
+            reply.think_cap = cap.think_cap
             error = CANCELLED
             try:
                 async with aclosing(step.run()) as chunks:
                     async for chunk in chunks:
                         reply.closed, reply.notes = step.closed or "", step.notes
+                        reply.think, reply.answer = step.tally.think, step.tally.answer
+                        reply.think_cap = step.controller.cap.think_cap
                         yield chunk
                 error, self.died = "", None
                 self._pool.answered(engine)
@@ -323,12 +353,12 @@ class Guard:
                     notes=list(step.notes), reported_think=step.reported_think, agent=identity.agent,
                 )  # fmt: skip
                 session.add(event, fingerprint, side=side, agent=identity.agent)
-                self.hub.publish(event)
-                self._alarm(session, number)
+                self._publish(event, reply)
+                self._alarm(reply, session, number)
                 try:
                     self.ledger.finished(event, assigned, session.sums)
                 except Exception as failure:  # counting must never break a client's stream
-                    logger.error("economics_failed", request=request_id, error=repr(failure))
+                    logger.error("economics_failed", extra={"request": request_id, "error": loggable(failure)})
         finally:
             await self._settle(session, account, event, fingerprint, side=side, overflow=overflow)
 
@@ -381,7 +411,7 @@ class Guard:
                 try:
                     session.take(_RECORDS.decode(text))
                 except msgspec.DecodeError as error:
-                    logger.warning("record_unreadable", session=str(identity), error=str(error))
+                    logger.warning("record_unreadable", extra={"session": str(identity), "error": str(error)})
             session.seq = max(session.seq, meters.seq)
         session.steps_started, session.tokens, session.lost = meters.steps, meters.tokens, meters.lost
         session.think_tokens, session.closes, session.raised = meters.think, meters.closes, dict(meters.raised)
@@ -403,7 +433,8 @@ class Guard:
                 async with asyncio.timeout(PATIENCE_S):
                     await done.wait()
             except TimeoutError:
-                logger.warning("settlement_late", session=str(session.identity), request=event.request)
+                told = {"session": str(session.identity), "request": event.request}
+                logger.warning("settlement_late", extra=told)
 
     def _upstream(
         self, engine: Engine, request: ChatRequest, cap: Cap, xargs: dict[str, Any], *, exact: bool, limited: bool
@@ -454,20 +485,23 @@ class Guard:
         reply.request, reply.fill, reply.window = request_id, prompt / window, window
         reply.compact = not side and expected >= self.policy.cutoff.f_min * window
         if reply.compact:
-            self.hub.publish(
-                CompactionAdvised(
-                    t=time.time(), session=str(identity), step=number, request=request_id, context_tokens=prompt,
-                    next_tokens=expected, window=window,
-                )
+            advice = CompactionAdvised(
+                t=time.time(), session=str(identity), step=number, request=request_id, context_tokens=prompt,
+                next_tokens=expected, window=window,
             )  # fmt: skip
+            self._publish(advice, reply)
 
-    def _closed(self, session: str, number: int, request_id: str, closed: Closed) -> None:
-        self.hub.publish(
-            TraceClosed(
-                t=time.time(), session=session, step=number, request=request_id, reason=closed.reason, think_tokens=closed.think,
-                cap=closed.cap, how=closed.how, detail=closed.detail,
-            )
+    def _closed(self, reply: Reply, session: str, number: int, request_id: str, closed: Closed) -> None:
+        event = TraceClosed(
+            t=time.time(), session=session, step=number, request=request_id, reason=closed.reason, think_tokens=closed.think,
+            cap=closed.cap, how=closed.how, detail=closed.detail,
         )  # fmt: skip
+        self._publish(event, reply)
+
+    def _publish(self, event: Event, reply: Reply) -> None:
+        """To everybody who listens, and to the one who asked for the step."""
+        self.hub.publish(event)
+        reply.events.append(event)
 
     def _check_limits(self, session: Session) -> list[str]:
         """The meters near their limit, for the client to read. Raises SessionLimitError for one at it."""
@@ -477,16 +511,15 @@ class Guard:
                 raise SessionLimitError(str(session.identity), alarm.meter, alarm.value, alarm.limit)
         return [f"{alarm.meter} {alarm.value} of {alarm.limit}" for alarm in alarms]
 
-    def _alarm(self, session: Session, number: int) -> None:
+    def _alarm(self, reply: Reply, session: Session, number: int) -> None:
         for alarm in session.alarms(self.policy.limits):
             if (alarm.meter, alarm.stop) not in session.warned:
                 session.warned.add((alarm.meter, alarm.stop))
-                self.hub.publish(
-                    SessionAlarm(
-                        t=time.time(), session=str(session.identity), step=number, meter=alarm.meter, value=alarm.value,
-                        limit=alarm.limit, stopped=alarm.stop,
-                    )
+                event = SessionAlarm(
+                    t=time.time(), session=str(session.identity), step=number, meter=alarm.meter, value=alarm.value,
+                    limit=alarm.limit, stopped=alarm.stop,
                 )  # fmt: skip
+                self._publish(event, reply)
 
     def _asked_rule(self, request: ChatRequest) -> str:
         """The rule a request names itself, with its filter written out; "" for none."""
@@ -503,6 +536,12 @@ class Guard:
 
 def _key(identity: Identity) -> Key:
     return Key(identity.caller, identity.session)
+
+
+def economics_of(ledger: Ledger, reply: Reply) -> EconomicsReport:
+    """The economics of the class of the step that ended last, as they stand now."""
+    workload = next((event.workload for event in reversed(reply.events) if isinstance(event, StepFinished)), "")
+    return EconomicsReport(t=time.time(), rows=arm_reports(class_report(ledger, workload)))
 
 
 def _digest(body: Mapping[str, Any]) -> str:

@@ -1,13 +1,15 @@
 """What the operator wants: a recipe, validated at the edge.
 
-A recipe is YAML; unknown keys are refused with the nearest match. Inside the program the frozen models below are passed around.
+A recipe is YAML or TOML; unknown keys are refused with the nearest match. Inside the program the frozen models below are passed
+around. Where the values of a run come from besides the recipe is in `agentguard.configuration`.
 """
 
 from __future__ import annotations
 
 import math
+import tomllib
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal, get_args
 
 import pydantic
 import yaml
@@ -21,6 +23,27 @@ from agentguard.tts_settings import TtsSettings
 
 class _Model(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+NOT_MEASURED: Final = "not measured"
+"""What `About.measured` says of a recipe of which nobody has taken figures."""
+
+
+class About(_Model):
+    """What a recipe is for, and what is known of it. Nothing of the program reads it but `agentguard recipes`."""
+
+    summary: str = Field(min_length=1)
+    """One sentence."""
+    measured: str = Field(min_length=1)
+    """The figures with n, seed and interval, or "not measured"."""
+    source: str | None = None
+    """The page of docs/ that the figures are from, with the command; needed unless nothing was measured."""
+
+    @pydantic.model_validator(mode="after")
+    def _sourced(self) -> About:
+        if self.source is None and not self.measured.startswith(NOT_MEASURED):
+            raise ValueError(f"figures without a source; name the page of docs/ they are from, or begin with {NOT_MEASURED!r}")
+        return self
 
 
 class Cutoff(_Model):
@@ -46,6 +69,11 @@ class Cutoff(_Model):
     """Close a trace once the target gave its end marker this probability and went on; None: off. Needs the plugin's tap."""
     margin: int = Field(8, ge=0)
     """Tokens of the context window never used (chat template, rounding of drafts)."""
+
+    @pydantic.field_validator("mode", mode="before")
+    @classmethod
+    def _off(cls, value: object) -> object:
+        return "off" if value is False else value  # YAML 1.1 reads the word as a boolean
 
     @pydantic.model_validator(mode="after")
     def _ordered(self) -> Cutoff:
@@ -126,7 +154,7 @@ class StoreOptions(_Model):
 
     url: str | None = None
     """sqlite:PATH, or redis://HOST:PORT/DB for several gateways; None keeps sessions in memory."""
-    retention_days: float = Field(30.0, gt=0)
+    retention_days: float = Field(30.0, gt=0, le=366)
     """A session that nobody has used for so long is deleted."""
     sessions_per_caller: int = Field(10_000, ge=1)
     """Past so many a caller's own least recently used session gives way."""
@@ -177,6 +205,8 @@ class EngineOptions(_Model):
 class Policy(_Model):
     """A whole recipe."""
 
+    about: About | None = None
+    """What the recipe is for and what was measured of it."""
     model: str
     """Path or name of the target model."""
     draft: str | None = None
@@ -227,20 +257,29 @@ def load(path: Path) -> Policy:
     return parse(read(path))
 
 
-def read(path: Path) -> dict[str, Any]:
-    """A recipe's mapping, not validated yet; model paths that exist relative to the file are made so. Raises ConfigError."""
+def read(path: Path, what: str = "recipe") -> dict[str, Any]:
+    """A recipe's mapping, not validated yet; model paths that exist relative to the file are made so. Raises ConfigError, in which
+    the file is called ``what``.
+
+    A file whose name ends in .toml is TOML, in `pyproject.toml` its table `tool.agentguard`; anything else is YAML.
+    """
+    kind = "TOML" if path.suffix == ".toml" else "YAML"
     try:
         if path.stat().st_size > MAX_RECIPE:
-            raise ConfigError("recipe", str(path), f"has more than {MAX_RECIPE} bytes; give the path of a recipe")
-        raw = yaml.safe_load(path.read_text())
+            raise ConfigError(what, str(path), f"has more than {MAX_RECIPE} bytes; give the path of a recipe")
+        text = path.read_text(encoding="utf-8")
+        raw = tomllib.loads(text) if kind == "TOML" else yaml.safe_load(text)
     except OSError as error:
-        raise ConfigError("recipe", str(path), f"cannot be read ({error.strerror}); give the path of a YAML file") from None
+        raise ConfigError(what, str(path), f"cannot be read ({error.strerror}); give the path of a YAML or TOML file") from None
     except RecursionError:
-        raise ConfigError("recipe", str(path), "is nested too deep; a recipe has three levels") from None
-    except (yaml.YAMLError, ValueError) as error:  # its own errors, and those of Python's numbers, dates and UTF-8
-        raise ConfigError("recipe", str(path), f"is not YAML: {shown(str(error), 400)}") from None
+        raise ConfigError(what, str(path), "is nested too deep; a recipe has three levels") from None
+    except (yaml.YAMLError, ValueError) as error:  # their own errors, and those of Python's numbers, dates and UTF-8
+        raise ConfigError(what, str(path), f"is not {kind}: {shown(str(error), 400)}") from None
+    if path.name == "pyproject.toml":
+        tools = raw.get("tool")
+        raw = tools.get("agentguard", {}) if isinstance(tools, dict) else {}
     if not isinstance(raw, dict):
-        raise ConfigError("recipe", str(path), "is not a mapping; it needs at least 'model: PATH'")
+        raise ConfigError(what, str(path), "is not a mapping; it needs at least 'model: PATH'")
     for key in ("model", "draft"):
         value = raw.get(key)
         if isinstance(value, str) and (path.parent / value).exists():
@@ -258,6 +297,13 @@ def parse(raw: dict[str, Any]) -> Policy:
         raise ConfigError("recipe", "…", "holds half a surrogate pair, which is no character; write whole ones") from None
 
 
+def schema() -> dict[str, Any]:
+    """The JSON Schema of a recipe, for editors and other tools; `agentguard config schema` prints it."""
+    made = Policy.model_json_schema()
+    made["$defs"]["TtsSettings"]["additionalProperties"] = False  # a dataclass, whose keys `TtsSettings.parse` checks
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **made, "title": "agentguard recipe"}
+
+
 def _config_error(error: pydantic.ValidationError) -> ConfigError:
     first = error.errors()[0]
     where = [str(part) for part in first["loc"]]
@@ -266,7 +312,6 @@ def _config_error(error: pydantic.ValidationError) -> ConfigError:
         model: type[BaseModel] = Policy
         for part in where[:-1]:
             annotation = model.model_fields[part].annotation
-            assert isinstance(annotation, type)
-            model = annotation
+            model = next(one for one in (annotation, *get_args(annotation)) if isinstance(one, type) and issubclass(one, BaseModel))
         return ConfigError(field, value, f"unknown key; {nearest(where[-1], model.model_fields)}")
     return ConfigError(field, value, first["msg"].removeprefix("Value error, "))

@@ -107,6 +107,7 @@ class RuleSpec:
 
     @property
     def filtered(self) -> bool:
+        """Is there a support filter?"""
         return bool(self.p_min or self.top_k)
 
     def filtered_by(self, p_min: float | None, top_k: int | None) -> RuleSpec:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from agentguard.economics.cells import SessionSums
-from agentguard.events import Meter, Note, StepFinished
+from agentguard.events import Meter, Note, SessionState, StepFinished
 from agentguard.identity import Identity
 from agentguard.policy import SessionLimits
 from agentguard.trace.cutoff import CloseReason, percentile
@@ -151,6 +151,17 @@ class Session:
             found.append(Alarm("no_progress", self.idle, limits.no_progress, stops and limits.stop_without_progress))
         return found
 
+    def state(self, limits: SessionLimits) -> SessionState:
+        """The account as plain numbers, with the limits that hold now."""
+        steps, tokens = (
+            None if limit is None else self.raised.get(meter, limit)
+            for meter, limit in (("steps", limits.steps), ("tokens", limits.tokens))
+        )
+        return SessionState(
+            session=str(self.identity), steps=self.steps_started, tokens=self.tokens, think_tokens=self.think_tokens,
+            closes=self.closes, lost=self.lost, step_limit=steps, token_limit=tokens, soft=limits.soft, idle=self.idle,
+        )  # fmt: skip
+
     def remember_overflow(self, digest: str) -> None:
         self.overflowed[digest] = None
         while len(self.overflowed) > 16:
@@ -192,6 +203,10 @@ class Sessions:
 
     def __iter__(self) -> Iterator[Session]:
         return iter(list(self._sessions.values()))
+
+    def find(self, identity: Identity) -> Session | None:
+        """The session if there is one; it does not count as used."""
+        return self._sessions.get(identity)
 
     def get(self, identity: Identity) -> Session:
         session = self._sessions.get(identity)

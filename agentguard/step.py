@@ -7,6 +7,7 @@ reason, the usage of all parts together, and an answer or a line that says why t
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -14,12 +15,10 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import structlog
-
 from agentguard.continuation import Behind, as_note, at_token_level, fit, through_template, without_copies, without_partial
 from agentguard.engines.base import Chunk, Engine, Stream
 from agentguard.engines.facts import Carrier
-from agentguard.errors import EngineDiedError, EngineError
+from agentguard.errors import EngineDiedError, EngineError, loggable
 from agentguard.events import Note
 from agentguard.requests import ChatRequest
 from agentguard.trace.controller import Close, Controller
@@ -28,7 +27,7 @@ from agentguard.trace.markers import Family
 from agentguard.trace.splitter import Splitter
 from agentguard.trace.tally import MarkerIds, Tally, TextTally, find_last
 
-logger = structlog.get_logger(__name__)
+logger = logging.getLogger(__name__)
 OVERRUN = 256
 """Tokens past what the engine was allowed before its stream is ended here: rounds may end late, an endless stream never does."""
 WAIT = 64
@@ -331,8 +330,8 @@ class Step:
         if isinstance(usage, dict):
             details = usage.get("completion_tokens_details")
             known = {k: v for k, v in usage.items() if v is None or isinstance(v, dict) or (isinstance(v, int) and v >= 0)}
-            if isinstance(details, dict) and not isinstance(details.get("reasoning_tokens", 0), int | None):
-                del known["completion_tokens_details"]
+            if not isinstance(details, dict) or not isinstance(details.get("reasoning_tokens", 0), int | None):
+                known.pop("completion_tokens_details", None)
             self._usage = {**chunk, "usage": known}
 
     def _settle(self) -> None:
@@ -416,11 +415,14 @@ class Step:
         except EngineDiedError:
             raise
         except EngineError as error:
-            logger.warning("budget_not_changed", request=self.request_id, error=str(error))
+            self._warn("budget_not_changed", error=loggable(error))
             return False
         if standing is not None:
             self._limit = max(tokens, standing.think)
         return True
+
+    def _warn(self, event: str, **facts: str) -> None:
+        logger.warning(event, extra={"request": self.request_id, **facts})
 
     def tail(self, characters: int) -> str:
         """The trace's latest words so far."""
@@ -469,9 +471,7 @@ class Step:
                     except EngineError as error:
                         if how != "none":
                             raise
-                        # its words may quote the trace
-                        told = {"error": type(error).__name__, "status": getattr(error, "status", None)}
-                        logger.warning("continuation_failed", request=self.request_id, way=kind, **told)
+                        self._warn("continuation_failed", way=kind, error=loggable(error))
                         if kind == "chat":
                             self._engine.facts.carrier = "unknown"
                         continue

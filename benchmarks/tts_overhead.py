@@ -42,7 +42,7 @@ class Trainer:
 
     def __init__(self, llm: LLM, plan: Plan, settings: TtsSettings) -> None:
         self.llm = llm
-        options = plan.options(settings, Path(f"/dev/shm/agentguard-benchmark-{secrets.token_hex(4)}"), ())  # noqa: S108
+        options = plan.options(settings, Path(f"/dev/shm/agentguard-benchmark-{secrets.token_hex(4)}"), ())
         self.process = subprocess.Popen(
             [sys.executable, "-m", "engine_plugins.tts.trainer", json.dumps(options)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1,

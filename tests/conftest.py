@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import shutil
+import tempfile
 from collections.abc import AsyncIterator, Iterator
 
 # before anything imports Triton, whose functions are bound to the interpreter when they are defined; vLLM's CPU build leaves Triton
@@ -22,6 +23,13 @@ from agentguard.gateway.server import Stack, serve_stack
 from agentguard.policy import Policy
 from agentguard.reference import reference_model
 from agentguard.telemetry.hub import Hub
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Gateways of tests leave no files in the state of whoever runs them."""
+    state = tempfile.TemporaryDirectory(prefix="agentguard-tests-")
+    os.environ["XDG_STATE_HOME"] = state.name
+    config.add_cleanup(state.cleanup)
 
 
 @pytest.fixture(autouse=True)

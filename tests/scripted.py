@@ -87,10 +87,13 @@ class Script:
     refused: list[str] = field(default_factory=list)
     seen: list[tuple[str, dict[str, Any], dict[str, str]]] = field(default_factory=list)
     aborted: asyncio.Event = field(default_factory=asyncio.Event)
+    streaming: int = 0
+    """Streams that run now."""
 
 
-@asynccontextmanager
-async def upstream(script: Script) -> AsyncIterator[str]:
+def application(script: Script) -> Starlette:
+    """The upstream's app."""
+
     async def models(_: Request) -> Response:
         return JSONResponse({"data": [{"id": "scripted", **({"max_model_len": script.window} if script.window else {})}]})
 
@@ -121,6 +124,7 @@ async def upstream(script: Script) -> AsyncIterator[str]:
 
     async def stream(items: Iterable[Any]) -> AsyncIterator[str]:
         finished = False
+        script.streaming += 1
         try:
             for item in items:
                 if isinstance(item, float):
@@ -134,6 +138,7 @@ async def upstream(script: Script) -> AsyncIterator[str]:
             yield "data: [DONE]\n\n"
             finished = True
         finally:
+            script.streaming -= 1
             if not finished:
                 script.aborted.set()
 
@@ -164,7 +169,12 @@ async def upstream(script: Script) -> AsyncIterator[str]:
         Route("/v1/chat/completions", answer, methods=["POST"]),
         Route("/v1/completions", answer, methods=["POST"]),
     ]
-    config = uvicorn.Config(Starlette(routes=routes), host="127.0.0.1", port=0, log_level="critical", lifespan="off")
+    return Starlette(routes=routes)
+
+
+@asynccontextmanager
+async def upstream(script: Script) -> AsyncIterator[str]:
+    config = uvicorn.Config(application(script), host="127.0.0.1", port=0, log_level="critical", lifespan="off")
     server = uvicorn.Server(config)
     server.capture_signals = _no_signals  # type: ignore[method-assign, assignment]
     task = asyncio.create_task(server.serve())

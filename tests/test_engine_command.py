@@ -21,11 +21,13 @@ def policy(*, tts: bool) -> Policy:
     return Policy(model=str(reference_model("target")), draft=str(reference_model("draft")), tts=settings)
 
 
-@pytest.mark.parametrize(("tts", "asked", "v1"), [(False, None, False), (True, None, True), (False, "0", True)])
-def test_v1_is_asked_for_where_tts_needs_it(tts: bool, asked: str | None, v1: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("tts", "asked", "v1"), [(False, None, False), (True, None, False), (True, "0", True)])
+def test_the_runner_is_vllms_choice_unless_the_environment_has_one(
+    tts: bool, asked: str | None, v1: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if asked is not None:
         monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", asked)
     environment = vllm_process.environment(policy(tts=tts), "key")
     flags = vllm_process.command(policy(tts=tts), 1, "ipc:///x")
-    assert (environment.get("VLLM_USE_V2_MODEL_RUNNER") == "0") is v1
+    assert environment.get("VLLM_USE_V2_MODEL_RUNNER") == asked
     assert ("--no-async-scheduling" in flags) is v1

@@ -269,6 +269,9 @@ async def test_a_refusal_keeps_its_words_and_its_retry_after(hook: Any) -> None:
     said = 'litellm.RateLimitError: X - {"error":{"message":"session \\"a\\" is stopped; raise the limit","type":"t"}}'
     error = Exception(said)
     error.status_code, error.litellm_response_headers = 429, {"retry-after": "60", "x-other": "1"}  # type: ignore[attr-defined]
-    told = await hook.async_post_call_failure_hook({}, error, KEY)
+    for model in ("claude", "mixed", ""):  # no affair of ours
+        assert await hook.async_post_call_failure_hook({"model": model}, error, KEY) is None
+    ours = {"model": "local"}
+    told = await hook.async_post_call_failure_hook(ours, error, KEY)
     assert (told.status_code, told.detail, told.headers) == (429, 'session "a" is stopped; raise the limit', {"retry-after": "60"})
-    assert await hook.async_post_call_failure_hook({}, Exception("in the middle of a stream"), KEY) is None
+    assert await hook.async_post_call_failure_hook(ours, Exception("in the middle of a stream"), KEY) is None

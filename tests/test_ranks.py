@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -55,3 +58,26 @@ def test_data_parallel_engines_have_addresses_of_their_own() -> None:
     assert ranks.address("tcp://127.0.0.1:1", "e", None) == ("tcp://127.0.0.1:1", "e")
     with pytest.raises(PluginError, match="use an ipc:// address"):
         ranks.address("tcp://127.0.0.1:1", "e", SimpleNamespace(data_parallel_rank=1))
+
+
+@pytest.mark.kernels
+def test_two_ranks_come_to_the_same_bits_and_one_of_them_speaks(tmp_path: Path) -> None:
+    """The worker's installation in two processes over gloo: rules, a limit that comes in between, vLLM's own sampler; and rows of
+    50,000 tokens."""
+    endpoint = f"ipc://{tmp_path}/tap"
+    both = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-m", "tests.v2_ranks", str(rank), str(tmp_path / "store"), endpoint],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    answers = []
+    for process in both:
+        said, errors = process.communicate(timeout=240)
+        assert process.returncode == 0, errors[-2000:]
+        answers.append(json.loads(next(line for line in said.splitlines() if line.startswith("RESULT")).removeprefix("RESULT")))
+    assert answers[0]["same"] == [True, True, True]
+    assert [answer["tap"] for answer in answers] == [True, False]
+    assert answers[0]["heard"] == 5, "a frame for each step"
+    assert [answer["tuned"] for answer in answers] == [False, False]

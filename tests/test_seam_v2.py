@@ -123,6 +123,7 @@ def test_the_worker_installs_itself_over_v2_s_own_classes_and_they_generate(happ
     """Request states, sampler, rejection sampler and update kernels are vLLM's. The drafter is sure of 7, the model of 8."""
     found = happened["installed"]
     assert found["off"] == {}, "every feature is on"
+    assert found["tuned"], "a rank alone may measure its block sizes"
     assert all(found["copied"])
     # no draft is verified in the step that ends the prefill; then accept all takes 7 7, the bonus is the model's, and the limit of
     # 5 think tokens falls among the drafts of the next round
@@ -133,6 +134,15 @@ def test_the_worker_installs_itself_over_v2_s_own_classes_and_they_generate(happ
 
 def test_without_draft_logits_a_rule_falls_back_to_strict(happened: dict[str, Any]) -> None:
     assert happened["without_draft_logits"] == [1] * 4
+
+
+def test_what_a_step_launches_was_compiled_before_a_request_waits(happened: dict[str, Any]) -> None:
+    """Logits of the target in float32, bfloat16 and float16, with and without the draft's, with a listener and without."""
+    found = happened["warmed_up"]
+    assert len(found) == 6
+    for kind, steps in found.items():
+        assert steps["launched"] >= (7 if "with draft" in kind else 3), kind
+        assert steps["bare"] == [], kind
 
 
 @pytest.mark.parametrize("whose", ["stock", "ours"])
@@ -161,3 +171,33 @@ def test_a_request_without_a_budget_is_closed_and_stays_so_after_preemption(happ
 def test_the_trace_is_counted_on_the_device_as_on_the_host(happened: dict[str, Any]) -> None:
     assert happened["phases"]
     assert all(happened["phases"])
+
+
+@pytest.mark.parametrize("bad", ["nan", "inf"])
+def test_rows_of_q_that_are_no_law_are_rejected_and_the_targets_law_is_drawn(bad: str, happened: dict[str, Any]) -> None:
+    """As on V1 (test_tts_worker.py). V2 itself would give the same token each time; sound rows keep every bit."""
+    found = happened["broken_rows"]
+    p, _ = distributions(11)
+    trained, plain = (torch.tensor(found[f"{name} {bad}"]["counts"]).double() for name in ("trained", "plain"))
+    assert found[f"trained {bad}"]["accepted"] == 0
+    assert p_value(trained, p * trained.sum()) > 1e-3
+    assert p_value(plain, p * plain.sum()) < 1e-9
+    assert found[f"trained {bad}"]["sound"] == found[f"plain {bad}"]["sound"]
+
+
+def test_no_step_waits_for_the_device(happened: dict[str, Any]) -> None:
+    """Rules, filter, phase, budget, telemetry and TTS on ragged, mixed batches, on a device where waiting is an error."""
+    found = happened["no_waiting"]
+    assert found["failed"] == ""
+    # r3 has no draft in the last step
+    assert found["frames"] == [[f"r{i}" for i in range(7)], ["r2"], ["r6", "r0"]], "the steps did their work"
+    assert found["lessons"] == found["frames"]
+
+
+@pytest.mark.parametrize(
+    "fault",
+    ["reads", "looks_for_rows", "sends_at_once", "from_pageable_memory", "asks_how_long", "a rule in torch", "the twins"],
+)
+def test_a_step_that_waits_is_noticed(fault: str, happened: dict[str, Any]) -> None:
+    """docs/cuda.md names the last two: rules without a kernel, and AG_KERNELS=0."""
+    assert "device" in happened["no_waiting"]["caught"][fault] or "mask" in happened["no_waiting"]["caught"][fault]

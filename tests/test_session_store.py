@@ -104,6 +104,15 @@ async def test_a_dead_workers_reservation_ends_with_its_lease_and_a_slow_ones_co
     assert (meters.tokens, meters.lost, meters.steps) == (31, 0, 2)
 
 
+async def test_what_a_slow_worker_had_not_told_of_comes_back_too(store: SessionStore) -> None:
+    await store.reserve(ME, Ask("slow", 60, lease_s=0.02))
+    await asyncio.sleep(0.05)
+    await store.reserve(ME, Ask("next", 1))
+    assert (await one(store)).lost == 60
+    await store.settle([(ME, Settlement("slow", tokens=31, record="r"))])
+    assert ((await one(store)).tokens, (await one(store)).lost) == (31, 0)
+
+
 async def test_a_renewed_lease_does_not_end(store: SessionStore) -> None:
     await store.reserve(ME, Ask("a", 60, tokens=100, lease_s=0.05))
     await store.renew({"a": (ME, 1)}, 30.0)

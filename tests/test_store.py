@@ -171,13 +171,13 @@ async def test_steps_during_an_exchange_are_counted_once(tmp_path: Path) -> None
             assert (await store.sums())["\t".join(("", *key))] == pytest.approx(cell.sums)
 
 
-async def test_a_store_that_goes_away_while_running_is_reported_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_a_store_that_goes_away_while_running_is_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with open_store(f"sqlite:{tmp_path / 'e.db'}") as store:
         away = Broken(store, set())
         async with synced(ledger(), away, every_s=0.01):
             away.failing.add("add")
             await asyncio.sleep(0.2)
-    assert capsys.readouterr().out.count("store_unreachable") == 1
+    assert caplog.text.count("store_unreachable") == 1
 
 
 @pytest.mark.parametrize(
@@ -215,14 +215,14 @@ async def test_a_gateway_that_ends_in_the_middle_of_an_exchange_loses_nothing(tm
         assert set(await store.states()) == {f"\t{LEAF}\t{RULE}"}
 
 
-async def test_a_state_that_cannot_be_read_is_skipped_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_a_state_that_cannot_be_read_is_skipped_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with open_store(f"sqlite:{tmp_path / 'e.db'}") as store:
         await store.put({f"\t{LEAF}\t{RULE}": '{"on": true}', f"\tm/chat/follow_up\t{RULE}": "no json"})
         book = ledger()
         async with synced(book, store):
             traffic(book, 1.0, range(20))
         assert f"\t{LEAF}\t{STRICT}" in await store.sums()
-    assert capsys.readouterr().out.count("switch_unreadable") >= 2
+    assert caplog.text.count("switch_unreadable") >= 2
 
 
 async def test_what_another_setup_measured_is_left_alone(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import zmq
@@ -14,8 +15,9 @@ from agentguard.errors import ConfigError, PluginError
 from agentguard.events import DraftUpdated, TtsChanged
 from agentguard.tts_settings import TtsSettings
 from engine_plugins.tts import capture as capture_module
+from engine_plugins.tts import states as hidden_states
 from engine_plugins.tts import wire
-from engine_plugins.tts.capture import REQUESTS, Capture, Seen
+from engine_plugins.tts.capture import REQUESTS, Capture, Committed, Seen
 from engine_plugins.tts.serving import START, Serving
 from engine_plugins.tts.slots import Slots
 from engine_plugins.vllm import worker as worker_module
@@ -62,6 +64,7 @@ class Rig:
         self.endpoint = f"ipc://{tmp_path}/frames"
         self.weights = Weights()
         self.events: list[Any] = []
+        self.runner = "V1"
         self.settings = {"window": 32, "top_k": 0, **settings}
         parsed = TtsSettings.parse(self.settings)
         self.capture = Capture(self.endpoint, window=parsed.window, width=parsed.top_k)
@@ -118,6 +121,28 @@ def state(prompt: int = 10) -> Any:
     )
 
 
+def test_a_preempted_request_that_comes_back_is_no_new_one(rig: Rig) -> None:
+    """Runner V2 admits it anew, as the only one, and what was learned from it stays."""
+    rig.serving.attach("p", rig.settings)
+    rig.step(["a"], set())
+    epoch = rig.serving.epoch
+    rig.publish(1, epoch)
+    rig.step(["a"], {"a"})
+    assert (rig.weights.slot, rig.serving.epoch) == (1, epoch)
+    rig.step(["a"], {"a"}, {"a"})
+    assert (rig.weights.slot, rig.serving.epoch) == (START, epoch + 1), "an id that has ended and is used again is"
+
+
+def test_tokens_on_the_device_are_sent_from_where_the_trainer_stands() -> None:
+    """`Committed`: a window's tokens come along with each step, and those that were sent are left out."""
+    committed = Committed(torch.tensor([5, 40]), [3, 30], torch.tensor([[0, 0, 0, *range(5)], list(range(32, 40))]))
+    assert committed.facts(0, 0) == (5, 0, [0, 1, 2, 3, 4], 2)
+    assert committed.facts(0, 3) == (5, 3, [3, 4], 2)
+    assert committed.facts(0, 5) == (5, 5, [], 2)
+    assert committed.facts(1, 0) == (40, 32, list(range(32, 40)), 10), "of a long request the window"
+    assert committed.facts(1, 38) == (40, 38, [38, 39], 10)
+
+
 def test_nothing_is_captured_before_a_trainer_is_there(rig: Rig) -> None:
     assert not rig.serving.capturing
     rig.serving.attach("p", rig.settings)
@@ -148,11 +173,30 @@ def step_of_a_head(rig: Rig, states: dict[str, Any], *, width: int = 3) -> None:
         positions += range(end - 1) if len(one.output_token_ids) == 1 else range(end - 3, end - 2 + K)
         starts.append(len(positions))
     rows = torch.tensor(positions, dtype=torch.bfloat16)[:, None].expand(-1, width)
-    runner = SimpleNamespace(input_batch=SimpleNamespace(req_ids=list(states)), requests=states)
-    rig.serving.hidden(runner, torch.tensor(positions), rows, SimpleNamespace(query_start_loc_cpu=torch.tensor(starts)))
+    drafted(rig, states, torch.tensor(positions), rows, starts)
 
 
-def test_hidden_states_leave_with_the_next_frame_once(rig: Rig) -> None:
+def drafted(rig: Rig, states: dict[str, Any], positions: torch.Tensor, rows: torch.Tensor, starts: list[int]) -> None:
+    """The drafter is called, on the runner of this rig, whose layers' hidden states come in two pieces on V2."""
+    if rig.runner == "V1":
+        runner = SimpleNamespace(input_batch=SimpleNamespace(req_ids=list(states)), requests=states)
+        runner.drafter = SimpleNamespace(propose=lambda target_positions, target_hidden_states, common_attn_metadata: None)
+        hidden_states.install_v1(runner, rig.serving)
+        runner.drafter.propose(positions, rows, common_attn_metadata=SimpleNamespace(query_start_loc_cpu=torch.tensor(starts)))
+        return
+    slots = [7 - n for n in range(len(states))] if len(states) < 8 else list(range(len(states)))
+    runner = SimpleNamespace(speculator=SimpleNamespace(propose=lambda input_batch, aux_hidden_states, dummy_run=False: None))
+    hidden_states.install_v2(runner, rig.serving, dict(zip(slots, states.values(), strict=True)).__getitem__)
+    batch = SimpleNamespace(
+        req_ids=list(states), idx_mapping_np=np.array(slots), query_start_loc_np=np.array(starts), positions=positions
+    )
+    runner.speculator.propose(batch, [rows[:, :1], rows[:, 1:]])
+    runner.speculator.propose(batch, [rows[:, :1], rows[:, 1:]], dummy_run=True)
+
+
+@pytest.mark.parametrize("runner", ["V1", "V2"])
+def test_hidden_states_leave_with_the_next_frame_once(runner: str, rig: Rig) -> None:
+    rig.runner = runner
     rig.serving.attach("p", rig.settings)
     states = {"r": state(prompt=40), "s": state(prompt=3)}
     for _ in range(3):
@@ -233,10 +277,7 @@ def test_a_request_that_was_beside_others_in_its_prompt_brings_all_of_it(rig: Ri
     late.output_token_ids.clear()
     step_of_a_head(rig, {"r": one})
     for _ in range(2):
-        rig.serving.hidden(
-            SimpleNamespace(input_batch=SimpleNamespace(req_ids=["late"]), requests={"late": late}), torch.arange(20),
-            torch.zeros(20, 3), SimpleNamespace(query_start_loc_cpu=torch.tensor([0, 20])),
-        )  # fmt: skip
+        drafted(rig, {"late": late}, torch.arange(20), torch.zeros(20, 3), [0, 20])
         rig.verify({"r": one}, prompts={"late": late})
     late.output_token_ids.append(7)
     rig.verify({"r": one, "late": late})

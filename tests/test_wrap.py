@@ -7,19 +7,23 @@ import json
 import os
 import pty
 import signal
+import socket
 import sys
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
-from agentguard.agents.known import AGENTS, Target, setup_for
+from agentguard.agents import run as agents_run
+from agentguard.agents.known import AGENTS, Target, recognise, setup_for
 from agentguard.agents.run import prepared, run_agent
 from agentguard.agents.summary import Spent, line, ratio, spent
 from agentguard.cli import cli
 from agentguard.errors import ConfigError
+from agentguard.proxy.running import Running, announced, running_at
 
 TARGET = Target("http://127.0.0.1:4000", "sk-secret", "org/model", 8192)
 
@@ -47,15 +51,30 @@ async def test_a_signal_is_passed_on_and_the_agent_decides(tmp_path: Path, numbe
     assert await asyncio.wait_for(running, 20) == 5
 
 
-async def test_ctrl_c_is_the_agent_s_to_answer(tmp_path: Path) -> None:
-    """The terminal sends it to both; here only we get it, and go on waiting."""
+@pytest.mark.parametrize(("terminal", "status"), [(True, 3), (False, 5)])
+async def test_ctrl_c_is_the_agent_s_to_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, terminal: bool, status: int
+) -> None:
+    """The terminal sends it to both; here only we get it, and go on waiting. Without a terminal it was meant for the agent."""
+    monkeypatch.setattr(agents_run, "_in_foreground", lambda: terminal)
     ready = tmp_path / "ready"
-    code = f"import time,pathlib; pathlib.Path({str(ready)!r}).touch(); time.sleep(0.5); exit(3)"
+    code = (
+        f"import signal,time,pathlib; signal.signal(signal.SIGINT, lambda *_: exit(5)); "
+        f"pathlib.Path({str(ready)!r}).touch(); time.sleep(0.5 if {terminal} else 60); exit(3)"
+    )
     running = asyncio.create_task(run_agent(script(code), os.environ))
     while not ready.exists():
         await asyncio.sleep(0.02)
     os.kill(os.getpid(), signal.SIGINT)
-    assert await asyncio.wait_for(running, 20) == 3
+    assert await asyncio.wait_for(running, 20) == status
+
+
+async def test_a_program_the_system_cannot_run_is_named(tmp_path: Path) -> None:
+    agent = tmp_path / "agent"
+    agent.write_text("exit 0\n")
+    agent.chmod(0o700)
+    with pytest.raises(ConfigError, match=r"agent.*cannot be run"):
+        await run_agent([str(agent)], os.environ)
 
 
 async def test_when_we_are_cancelled_the_agent_ends_too(tmp_path: Path) -> None:
@@ -88,7 +107,89 @@ async def test_stdin_and_the_terminal_are_the_agent_s_own() -> None:
 
 
 def known(command: str, home: Path, *arguments: str) -> Any:
-    return setup_for(command, TARGET, home, arguments)
+    return setup_for([command, *arguments], TARGET, home)
+
+
+@pytest.mark.parametrize(
+    ("command", "agent", "place"),
+    [
+        ("claude -p hi", "claude", 0),
+        ("/opt/bin/codex exec", "codex", 0),
+        ("mini-swe-agent -t x", "mini", 0),
+        ("npx -y @anthropic-ai/claude-code -p hi", "claude", 2),
+        ("npx @openai/codex@0.171.0 exec", "codex", 1),
+        ("env FOO=1 opencode run", "opencode", 2),
+        ("timeout 60 qwen -y", "qwen", 2),
+        ("npx some-linter claude", None, 0),
+        ("npx -y", None, 0),
+        ("python agent.py", None, 0),
+    ],
+)
+def test_an_agent_is_recognised_by_its_names_and_behind_a_launcher(command: str, agent: str | None, place: int) -> None:
+    found, where = recognise(command.split())
+    assert (found.command if found else None, where) == (agent, place)
+
+
+async def test_a_launcher_s_own_words_stay_in_front(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    async with prepared(["env", "FOO=1", "qwen", "-y"], TARGET) as (command, env):
+        assert command[1:] == ["FOO=1", "qwen", "--auth-type", "openai", "-y"]
+        assert env["OPENAI_MODEL"] == TARGET.model
+
+
+async def test_opencode_s_tools_find_the_user_s_settings_and_opencode_finds_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = tmp_path / "theirs"
+    for name in ("git", "opencode"):
+        (theirs / name).mkdir(parents=True)
+    (theirs / "git" / "config").write_text("[user]")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(theirs))
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "none"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "opencode").symlink_to(sys.executable)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    async with prepared(["opencode", "run"], TARGET) as (_, env):
+        seen = Path(env["XDG_CONFIG_HOME"])
+        assert (seen / "git" / "config").read_text() == "[user]"
+        assert not (seen / "opencode").exists()
+        assert os.path.isdir(env["XDG_DATA_HOME"])  # noqa: PTH112, ASYNC240
+    assert (theirs / "git" / "config").exists()  # what is removed is the link
+
+
+def test_a_proxy_is_ours_only_while_its_own_processes_hold_the_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert running_at(port) is None
+        ours = Running(f"http://127.0.0.1:{port}", "http://127.0.0.1:1", os.getpgrp())
+        with announced(port, ours):
+            assert running_at(port) == ours
+        assert running_at(port) is None
+        with announced(port, replace(ours, group=1)):
+            assert running_at(port) is None  # another server has the port by now
+        with announced(port, ours):
+            (tmp_path / "agentguard" / f"proxy-{port}.json").write_text("[")
+            assert running_at(port) is None
+
+
+def test_what_cannot_go_together_or_is_not_there_is_said_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    for name in ("API", "OPERATOR", "UPSTREAM"):
+        monkeypatch.setenv(f"AGENTGUARD_{name}_KEY", "")
+    invoke = CliRunner().invoke
+    together = invoke(cli, ["wrap", "--proxy", "http://127.0.0.1:1", "--upstream", "http://127.0.0.1:2", "--", sys.executable])
+    assert isinstance(together.exception, ConfigError)
+    assert "leave out" in str(together.exception)
+    missing = invoke(cli, ["wrap", "--", "cluade"])
+    assert "wrap --list" in str(missing.exception)
+    nobody = invoke(cli, ["wrap", "--gateway", "http://127.0.0.1:1", "--", sys.executable])
+    assert "nobody answers there" in str(nobody.exception)
+    mistyped = invoke(cli, ["wrap", "--upstrem", "http://127.0.0.1:1", "--", sys.executable])
+    assert (mistyped.exit_code, "--upstream" in mistyped.output) == (2, True)
 
 
 def test_every_known_agent_is_pointed_at_the_proxy_and_no_file_holds_the_key(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from vllm.v1.worker.gpu.spec_decode import rejection_sampler, rejection_sampler_
 
 from agentguard.rulespec import RuleSpec
 from engine_plugins import kernels
-from engine_plugins.vllm import budget_v2, request_slots, seam_v2
+from engine_plugins.vllm import budget_v2, lessons, request_slots, seam_v2
 from engine_plugins.vllm.phase import ThinkMarkers
 
 # Of the interpreter's time two thirds go into patching the language anew for each function a kernel calls, and into overflow checks
@@ -51,6 +51,21 @@ def _patch_once(fn: Any) -> Any:
 
 
 interpreter._patch_lang = _patch_once
+
+
+def _with_masks_of_bool(access: Any, at: int) -> Any:
+    """The interpreter keeps the conjunction of a vector's mask and a scalar as integers, and then refuses it as a mask. at: which
+    argument the mask is."""
+
+    def masked(builder: Any, *args: Any) -> Any:
+        mask = args[at]
+        return access(builder, *args[:at], interpreter.TensorHandle(mask.data.astype(np.bool_), tl.int1), *args[at + 1 :])
+
+    return masked
+
+
+for _name, _at in (("create_masked_load", 1), ("create_masked_store", 2)):
+    setattr(interpreter.InterpreterBuilder, _name, _with_masks_of_bool(getattr(interpreter.InterpreterBuilder, _name), _at))
 object.__setattr__(interpreter.interpreter_builder.options, "sanitize_overflow", False)
 
 # the CPU platform says it has memory a device can see; torch's CPU build has no pinned memory
@@ -72,8 +87,9 @@ class Engine:
     """The parts of a V2 runner the seam touches: request slots, a sampler, and a rejection sampler that calls vLLM's function."""
 
     def __init__(
-        self, n: int, v: int, k: int, *, markers: ThinkMarkers | None = None, tap: Any = None, default: str = "strict"
-    ) -> None:
+        self, n: int, v: int, k: int, *, markers: ThinkMarkers | None = None, tap: Any = None, default: str = "strict",
+        serving: Any = None,
+    ) -> None:  # fmt: skip
         self.k, self.v = k, v
         self.states = SimpleNamespace(
             max_num_reqs=n, device=torch.device("cpu"), all_token_ids=Held(torch.zeros(n, 512, dtype=torch.int32)),
@@ -88,8 +104,27 @@ class Engine:
         choice = kernels.choose("cpu")
         rejection_sampler.rejection_sample = stock
         self.seam = seam_v2.install(
-            self.runner, rejection_sampler, self.slots, tap=tap, choice=choice, tuned=False, processed_modes=("processed_logprobs",)
-        )
+            self.runner, rejection_sampler, self.slots, tap=tap, choice=choice, tuned=False,
+            processed_modes=("processed_logprobs",),
+            lessons=None if serving is None else lessons.Lessons(serving, self.slots, self.states),
+        )  # fmt: skip
+
+    def move(self, device: torch.device, there: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Put what lies on a runner's device onto one that is not there (fake_device.py)."""
+        slots, states = self.slots, self.states
+        self.device = slots.device = device
+        for owner, names in (
+            (slots, ("table", "limits", "close_at", "trace")),
+            (slots.on_device, ("start", "end")),
+            (self, ("draft",)),
+        ):
+            for name in names:
+                setattr(owner, name, there(getattr(owner, name)))
+        for held in (states.all_token_ids, states.prompt_len, states.total_len):
+            held.gpu = there(held.gpu)
+        for name, value in vars(self.budget).items():
+            if isinstance(value, torch.Tensor):
+                setattr(self.budget, name, there(value))
 
     def admit(self, slot: int, request: str, prompt: list[int], *, budget: int | None = None, **extra: Any) -> None:
         """As the runner does it: the request state first, then the sampler's parts."""
@@ -155,21 +190,27 @@ class Engine:
 
     def verify(
         self, logits: torch.Tensor, drafted: list[list[int]], order: list[int], *, seed: int = 0,
-        temperature: torch.Tensor | None = None, draft: bool = True,
+        temperature: torch.Tensor | None = None, draft: bool = True, narrow: bool = False,
+        there: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """One step. logits: [rows, V]; drafted: of each request in ``order`` (slots); returns V2's tokens and how many count."""
+        """One step. logits: [rows, V]; drafted: of each request in ``order`` (slots); narrow: with the index types of the runner;
+        there: puts what the runner has on its device there. Returns V2's tokens and how many count."""
         counts = [len(d) + 1 for d in drafted]
         ends = torch.tensor(np.cumsum([0, *counts]), dtype=torch.int32)
-        idx = torch.tensor(order, dtype=torch.int32)
+        idx = torch.tensor(order, dtype=torch.int64 if narrow else torch.int32)
         rows = int(ends[-1])
         generator = torch.Generator().manual_seed(seed)
         self.slots.flush()
         batch = SimpleNamespace(
             req_ids=[self.states.index_to_req_id[s] for s in order], idx_mapping=idx, idx_mapping_np=np.array(order),
-            cu_num_logits=ends, expanded_idx_mapping=idx.repeat_interleave(torch.tensor(counts)),
+            cu_num_logits=ends, cu_num_logits_np=ends.numpy(), expanded_idx_mapping=idx.repeat_interleave(torch.tensor(counts)),
             expanded_local_pos=torch.cat([torch.arange(c, dtype=torch.int32) for c in counts]),
-            drafted=torch.tensor([t for d in drafted for t in (0, *d)]), pos=torch.arange(rows) + 7,
+            drafted=torch.tensor([t for d in drafted for t in (0, *d)], dtype=torch.int32 if narrow else torch.int64),
+            pos=torch.arange(rows) + 7,
             temperature=torch.ones(self.states.max_num_reqs) if temperature is None else temperature,
             seed=torch.randint(1 << 40, (self.states.max_num_reqs,), generator=generator),
         )  # fmt: skip
+        for name, value in vars(batch).items():
+            if isinstance(value, torch.Tensor):
+                setattr(batch, name, there(value))
         return self.runner.rejection_sampler(logits, batch, draft_logits=self.draft if draft else None)

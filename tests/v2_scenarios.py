@@ -6,8 +6,10 @@ Run by tests/test_seam_v2.py in a process of its own.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
+import tempfile
 import warnings
 from types import SimpleNamespace
 from typing import Any
@@ -15,12 +17,18 @@ from typing import Any
 from tests import v2_on_cpu as v2  # before vLLM
 
 import torch  # isort: skip
+import zmq  # isort: skip
 from vllm.sampling_params import SamplingParams  # isort: skip
 from vllm.v1.worker.gpu.input_batch import post_update  # isort: skip
 from vllm.v1.worker.gpu.sample.sampler import Sampler  # isort: skip
 from vllm.v1.worker.gpu.states import RequestState  # isort: skip
 
+from agentguard.tts_settings import TtsSettings
+from engine_plugins.tts import wire
+from engine_plugins.tts.capture import Capture
+from engine_plugins.tts.serving import Serving
 from engine_plugins.vllm.phase import PhaseTracker, ThinkMarkers
+from tests import fake_device
 from tests.test_rules import distributions
 from tests.v2_laws import FILTERED, RULES
 
@@ -162,7 +170,7 @@ def own_sampler() -> dict[str, Any]:
     n, tap, device = 4, Tap(), torch.device("cpu")
     engine = v2.Engine(n, len(p), K, tap=tap)
     engine.draft[:] = q.log()
-    engine.seam.warm_up(len(p), engine.draft)
+    engine.seam.warm_up(len(p), engine.draft, K, ())
     assert torch.equal(engine.draft, q.log().expand(n, K, len(p))), "warming up writes to nothing"
     for slot in range(n):
         engine.admit(slot, f"r{slot}", [1, 2, 3], ag_rule="strict" if slot % 2 else "interp:w=1,p_min=0,top_k=0", ag_phase="both")
@@ -206,9 +214,10 @@ def own_sampler() -> dict[str, Any]:
     return out
 
 
-def installed() -> dict[str, Any]:
+def installed(rank: int = 0, ranks: int = 1, endpoint: str = "") -> dict[str, Any]:
     """The worker's own installation over vLLM's own request states, sampler, rejection sampler and update kernels; two requests
-    that think, one under a rule and a limit, one strict and free."""
+    that think, one under a rule and a limit, one strict and free. rank, ranks: of a tensor-parallel engine, whose gloo group is the
+    default one; endpoint: of telemetry."""
     import engine_plugins.vllm as plugin
     from engine_plugins.vllm import worker
     from engine_plugins.vllm.processor import AgentGuardParams
@@ -223,19 +232,31 @@ def installed() -> dict[str, Any]:
         draft_sample_method="probabilistic", fly_entropy_threshold=0.3, fly_entropy_top_k=3,
     )  # fmt: skip
     config = SimpleNamespace(
-        reasoning_config=reasoning, speculative_config=speculative, additional_config={"agentguard": {"rule": "strict"}},
-        parallel_config=SimpleNamespace(world_size=1, tensor_parallel_size=1, data_parallel_rank=0), watermark_config=None,
+        reasoning_config=reasoning, speculative_config=speculative,
+        additional_config={"agentguard": {"rule": "strict", "telemetry": endpoint}},
+        parallel_config=SimpleNamespace(world_size=ranks, tensor_parallel_size=ranks, data_parallel_rank=0), watermark_config=None,
         scheduler_config=SimpleNamespace(async_scheduling=True),
+        model_config=SimpleNamespace(dtype=torch.bfloat16, head_dtype=torch.bfloat16),
     )  # fmt: skip
     sampler = Sampler(config, n, v, device, states, num_speculative_tokens=K + 1, custom_logits_processors=[AgentGuardParams()])
     draft = torch.full((n, K, v), -2.0).bfloat16()
     runner = SimpleNamespace(
         req_states=states, sampler=sampler, rejection_sampler=v2.rejection_sampler.RejectionSampler(sampler, speculative, device),
         speculator=SimpleNamespace(draft_logits=draft), batch_sharder=None, is_last_pp_rank=True, vocab_size=v,
+        num_speculative_steps=K,
     )  # fmt: skip
-    this = SimpleNamespace(vllm_config=config, model_runner=runner, device=device, is_driver_worker=True, ag_tts=None)
+    this = SimpleNamespace(vllm_config=config, model_runner=runner, device=device, is_driver_worker=rank == 0, ag_tts=None)
+    if ranks > 1:
+        worker._group = lambda _: torch.distributed.group.WORLD
     budgets = worker.install(this)
     off = {f.name: f.reason for f in worker.features(this, {}, "V2") if not f.on}
+    tap, digest = this.ag_seam._tap, hashlib.sha256()
+    if tap is not None and endpoint:
+        subscriber = zmq.Context.instance().socket(zmq.SUB)
+        subscriber.setsockopt(zmq.SUBSCRIBE, b"")
+        subscriber.connect(endpoint)
+        while not tap.wanted:
+            pass
 
     def admit(request: str, **extra: Any) -> int:
         params = SamplingParams(temperature=0.7, seed=1, extra_args=extra)
@@ -249,7 +270,9 @@ def installed() -> dict[str, Any]:
 
     slots = [admit("bound", ag_rule="interp:w=1,p_min=0,top_k=0", ag_think_tokens=5), admit("free")]
     copied = [bool(sampler.needs_logits_processing[slot]) for slot in slots]
-    for _ in range(5):
+    for step in range(5):
+        if step == 3:  # as a collective RPC has it: on all ranks between the same two steps
+            budgets.set_total("bound", 5)
         sampler.apply_staged_writes()
         rows, order = 2 * (K + 1), torch.tensor(slots)
         # the model wants token 8 and hardly 7; the drafter proposes 7 and is sure of it
@@ -269,6 +292,9 @@ def installed() -> dict[str, Any]:
             cu_num_logits=ends, cu_num_logits_np=ends.numpy(), seq_lens=(total + K).int(), seq_lens_cpu_upper_bound=(total +
             K).int(), )  # fmt: skip
         out = runner.rejection_sampler(logits, batch, draft, None)
+        behind = torch.arange(K + 1) >= out.num_sampled[:, None]
+        for tensor in (draft.float(), out.sampled_token_ids.masked_fill(behind, -1), out.num_sampled):
+            digest.update(tensor.contiguous().numpy().tobytes())
         computed = states.num_computed_tokens.gpu
         post_update(
             order, computed, states.last_sampled_tokens, sampler.penalties_state.output_bin_counts, out.sampled_token_ids,
@@ -277,7 +303,20 @@ def installed() -> dict[str, Any]:
         )  # fmt: skip
     texts = [states.all_token_ids.gpu[slot, 2 : int(states.total_len.gpu[slot])].tolist() for slot in slots]
     assert budgets is not None
-    return {"off": off, "copied": copied, "bound": texts[0], "free": texts[1], "standing": budgets.set_total("bound", 3)}
+    heard = 0
+    while tap is not None and endpoint and subscriber.poll(300):
+        heard += len(subscriber.recv()) > 0
+    return {
+        "digest": digest.hexdigest(),
+        "tap": tap is not None,
+        "heard": heard,
+        "tuned": this.ag_seam.tuned,
+        "off": off,
+        "copied": copied,
+        "bound": texts[0],
+        "free": texts[1],
+        "standing": budgets.set_total("bound", 3),
+    }
 
 
 def without_draft_logits() -> list[int]:
@@ -288,6 +327,179 @@ def without_draft_logits() -> list[int]:
     logits[:, 3] = 5.0
     _, number = engine.verify(logits, [[1, 1]] * 4, list(range(4)), draft=False)
     return number.tolist()
+
+
+def broken_rows() -> dict[str, Any]:
+    """First tokens of requests whose draft was made by weights of NaN, with the seam of an engine that trains its draft and with
+    that of one that does not; then sound rows beside broken ones."""
+    p, q = (t.float() for t in distributions(11))
+    n, out = 150, {}
+    x = torch.multinomial(q, n * K, replacement=True, generator=torch.Generator().manual_seed(2)).view(n, K).tolist()
+    for name, serving in (("trained", SimpleNamespace(capturing=False)), ("plain", None)):
+        for bad in (torch.nan, torch.inf):
+            engine = v2.Engine(n, len(p), K, serving=serving)
+            engine.draft[:] = q.log()
+            engine.draft[: n - 10] = bad
+            for slot in range(n):
+                engine.admit(slot, f"r{slot}", [1])
+            sampled, number = engine.verify(p.log().repeat(n * (K + 1), 1), x, list(range(n)), seed=6)
+            first = sampled[: n - 10, 0]
+            out[f"{name} {bad}"] = {
+                "counts": torch.bincount(first.clamp(0, len(p) - 1), minlength=len(p)).tolist(),
+                "accepted": int((number[: n - 10] > 1).sum()), "sound": [r[:k] for r, k in zip(sampled[-10:].tolist(),
+                number[-10:].tolist(), strict=True)],
+            }  # fmt: skip
+    return out
+
+
+def warmed_up() -> dict[str, Any]:
+    """What our kernels are launched with in steps of every kind (argument types and compile-time constants decide what is
+    compiled), against what warming up has launched. bare: what was compiled while a request waited."""
+    launched: set[tuple[Any, ...]] = set()
+    run = v2.interpreter.InterpretedFunction.run
+
+    def recorded(self: Any, *args: Any, grid: Any, warmup: Any, **constants: Any) -> Any:
+        if self.fn.__module__.startswith("engine_plugins"):
+            kinds = tuple(str(a.dtype) if isinstance(a, torch.Tensor) else type(a).__name__ for a in args)
+            launched.add((self.fn.__name__, kinds, tuple(sorted(constants.items()))))
+        return run(self, *args, grid=grid, warmup=warmup, **constants)
+
+    v2.interpreter.InterpretedFunction.run = recorded
+    v, out = 12, {}
+    try:
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            for kept in (True, False):
+                tap = Tap()
+                engine = v2.Engine(4, v, K, markers=MARKERS, tap=tap)
+                engine.enable_budgets(ours=True, forced=[5])
+                engine.draft = torch.randn(4, K, v).to(dtype)
+                launched.clear()
+                engine.seam.warm_up(v, engine.draft if kept else None, K, (dtype,))
+                known = set(launched)
+                for slot, rule in enumerate(("cactus:delta=0.2", "lenience:l=0.4", "strict", "fuzzy:0.05")):
+                    engine.admit(slot, f"r{slot}", [1, 4], ag_rule=rule, ag_phase="think", ag_think_tokens=9)
+                launched.clear()
+                for listened in (True, False):
+                    tap.wanted = listened
+                    for order in ([0, 1, 2, 3], [2]):  # with requests that relax, and the model's own logits without any
+                        logits = torch.randn(len(order) * (K + 1), v).to(torch.float32 if len(order) > 1 else dtype)
+                        engine.verify(logits, [[1, 2]] * len(order), order, draft=kept, narrow=True)
+                out[f"{dtype} {'with' if kept else 'without'} draft"] = {
+                    "launched": len(launched), "bare": [str(one) for one in launched - known],
+                }  # fmt: skip
+    finally:
+        v2.interpreter.InterpretedFunction.run = run
+    return out
+
+
+def no_waiting() -> dict[str, Any]:
+    """Steps of every kind on a device that is not there, where a wait of the host is an error: rules, filter, phase, budget,
+    telemetry and TTS; then faults of each kind, which have to be noticed."""
+    v, endpoint = 12, f"ipc://{tempfile.mkdtemp()}/frames"
+    generator = torch.Generator().manual_seed(2)
+    rules = (
+        "cactus:delta=0.2",
+        "lenience:l=0.4",
+        "strict",
+        "typical:eps=0.09,delta=0.3",
+        "r-fuzzy:T=0.3",
+        "interp:w=1",
+        "casc-tok-v3:0.3",
+    )
+    capture = Capture(endpoint, window=16, width=4)
+    socket = zmq.Context.instance().socket(zmq.PULL)
+    socket.connect(endpoint)
+    capture._socket.poll(5000, zmq.POLLOUT)
+    events: list[Any] = []
+    out: dict[str, Any] = {"caught": {}}
+
+    def steps(mutate: Any = None, rule: str = "", choice: str = "interpret", listened: bool = True) -> tuple[Any, Any]:
+        tap = Tap()
+        tap.wanted = listened
+        serving = Serving(SimpleNamespace(device=torch.device("cpu")), TtsSettings.parse({}), capture, events.append, "e")
+        serving._live = True
+        v2.os.environ["AG_KERNELS"] = choice
+        engine = v2.Engine(8, v, K, markers=MARKERS, tap=tap, serving=serving)
+        v2.os.environ["AG_KERNELS"] = "interpret"
+        engine.enable_budgets(ours=True, forced=[5])
+        engine.draft = torch.randn(8, K, v, generator=generator)
+        engine.draft[4, 1] = torch.nan  # weights that were trained to NaN
+        engine.move(fake_device.DEVICE, fake_device.there)
+        for slot, one in enumerate(rules):
+            with torch._C.DisableTorchFunction():  # the request's own record, which vLLM writes
+                engine.states.prompt_len.gpu[slot] = engine.states.total_len.gpu[slot] = 2
+                engine.states.prompt_len.np[slot] = 2
+                engine.states.all_token_ids.gpu[slot, :2] = torch.tensor([1, 4], dtype=torch.int32)
+            engine.states.index_to_req_id[slot] = f"r{slot}"
+            params = SimpleNamespace(
+                extra_args={"ag_rule": rule or one, "ag_phase": "both" if slot % 2 else "think", "ag_think_tokens": 3},
+                thinking_token_budget=None, temperature=1.0,
+            )  # fmt: skip
+            engine.budget.add_request(slot, params)
+            engine.slots.admit(slot, params)
+        if mutate is not None:
+            mutate(engine)
+        with fake_device.on_a_device():
+            for order in ([0, 1, 2, 3, 4, 5, 6], [2], [6, 0, 3]):
+                drafts = [[1, 2], [3], []] if len(order) == 3 else [[1, 2][: 2 - (slot == 3)] for slot in order]  # ragged
+                rows = sum(len(d) + 1 for d in drafts)
+                logits = fake_device.there(torch.randn(rows, v, generator=generator))
+                mapping = torch.tensor(order)
+                ctx = SimpleNamespace(
+                    idx_mapping=fake_device.there(mapping), idx_mapping_np=mapping.numpy(),
+                    expanded_idx_mapping=fake_device.there(mapping.repeat_interleave(torch.tensor([len(d) + 1 for d in drafts]))),
+                    expanded_local_pos=fake_device.there(torch.cat([torch.arange(len(d) + 1) for d in drafts])),
+                    input_ids=fake_device.there(torch.ones(rows, dtype=torch.int32)),
+                )  # fmt: skip
+                engine.slots.flush()
+                engine.budget.apply(logits, ctx)
+                engine.verify(logits, drafts, order, narrow=True, there=fake_device.there)
+        engine.seam.outbox.close()
+        return tap, serving
+
+    tap, serving = steps()
+    out["frames"] = [[request.request for request in frame] for frame in tap.frames]
+    out["failed"] = serving.failed
+    lessons: list[Any] = []
+    while socket.poll(300):
+        lessons.append([row.request for row in wire.decode(socket.recv()).rounds])
+    out["lessons"] = lessons
+    _, serving = steps(listened=False)
+    out["failed"] += serving.failed
+
+    def reads(engine: Any) -> None:
+        stock = engine.seam._rewrite
+        engine.seam._rewrite = lambda given, target, acting: (bool(target.isnan().any()), stock(given, target, acting))[1]
+
+    def looks_for_rows(engine: Any) -> None:
+        stock = engine.seam._rewrite
+        engine.seam._rewrite = lambda given, target, acting: (target[target[:, 0] > 0], stock(given, target, acting))[1]
+
+    def sends_at_once(engine: Any) -> None:
+        engine.seam.outbox.send = lambda tensors, deliver: deliver([t.cpu() for t in tensors])
+
+    def from_pageable_memory(engine: Any) -> None:
+        engine.slots.staged = lambda values: torch.from_numpy(values).to(engine.slots.device)
+
+    def asks_how_long(engine: Any) -> None:
+        lessons = engine.seam._lessons
+        stock = lessons._gather
+        lessons._gather = lambda *given: (engine.states.total_len.gpu.tolist(), stock(*given))
+
+    faults: dict[str, dict[str, Any]] = {
+        **{fault.__name__: {"mutate": fault} for fault in (reads, looks_for_rows, sends_at_once, from_pageable_memory)},
+        "a rule in torch": {"rule": "mentored:D=0.1"}, "the twins": {"choice": "0"},
+    }  # fmt: skip
+    for name, how in faults.items():
+        try:
+            steps(**how)
+        except fake_device.HostWaits as error:
+            out["caught"][name] = str(error)
+    _, serving = steps(mutate=asks_how_long)
+    out["caught"]["asks_how_long"] = serving.failed
+    capture.close()
+    socket.close()
+    return out
 
 
 def think(markers: ThinkMarkers, tokens: list[int]) -> int:
@@ -366,7 +578,18 @@ def phases() -> list[bool]:
 
 def main() -> None:
     warnings.simplefilter("ignore", RuntimeWarning)
-    rest = (strict_beside_relaxed, telemetry, own_sampler, installed, without_draft_logits, budgets, phases)
+    rest = (
+        strict_beside_relaxed,
+        telemetry,
+        own_sampler,
+        installed,
+        without_draft_logits,
+        budgets,
+        phases,
+        broken_rows,
+        warmed_up,
+        no_waiting,
+    )
     with torch.inference_mode():
         alone = "laws" in sys.argv[2:]
         out = {"laws": laws(int(sys.argv[1]), RULES if alone else (*RULES, *FILTERED))}

@@ -25,24 +25,26 @@ class Target:
 @dataclass(frozen=True, slots=True)
 class Setup:
     """env: variables to set (None: to remove); files: their text by path below a temporary folder; arguments: put in front of the
-    user's own."""
+    user's own; mirrors: folders below the temporary one that show what a folder of the user's holds, but for the names given."""
 
     env: dict[str, str | None] = field(default_factory=dict)
     files: dict[str, str] = field(default_factory=dict)
     arguments: tuple[str, ...] = ()
+    mirrors: dict[str, tuple[Path, tuple[str, ...]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Agent:
     """``command``: the program's name; ``tried``: the version it was tested with; ``setup``: (target, temporary folder, the user's
-    arguments) to a Setup; None for an agent that can only be configured."""
+    arguments) to a Setup; ``also``: other names, of the program or of its package."""
 
     command: str
     name: str
     protocol: str
     tried: str
-    setup: Callable[[Target, Path, Sequence[str]], Setup] | None
+    setup: Callable[[Target, Path, Sequence[str]], Setup]
     note: str = ""
+    also: tuple[str, ...] = ()
 
     @property
     def installed(self) -> bool:
@@ -114,15 +116,19 @@ def _opencode(target: Target, home: Path, arguments: Sequence[str]) -> Setup:
         "models": {target.model: model},
     }
     own = {"model": f"agentguard/{target.model}", "small_model": f"agentguard/{target.model}", "provider": {"agentguard": provider}}
+    # it writes a schema's address into the user's own file; what its tools look for in these folders they find all the same
+    own_folders = {"XDG_CONFIG_HOME": ("config", ".config"), "XDG_DATA_HOME": ("data", ".local/share")}
+    own_folders |= {"XDG_STATE_HOME": ("state", ".local/state")}
     env: dict[str, str | None] = {
         "OPENCODE_CONFIG": str(home / "opencode.json"),
         "OPENCODE_DISABLE_AUTOUPDATE": "1",
-        "XDG_CONFIG_HOME": str(home / "config"),  # it writes a schema's address into the user's own file
-        "XDG_DATA_HOME": str(home / "data"),
-        "XDG_STATE_HOME": str(home / "state"),
+        **{name: str(home / folder) for name, (folder, _) in own_folders.items()},
         KEY: target.key,
     }
-    return Setup(env, {"opencode.json": json.dumps(own, indent=1)})
+    mirrors: dict[str, tuple[Path, tuple[str, ...]]] = {
+        folder: (Path(os.environ.get(name) or Path.home() / usual), ("opencode",)) for name, (folder, usual) in own_folders.items()
+    }
+    return Setup(env, {"opencode.json": json.dumps(own, indent=1)}, mirrors=mirrors)
 
 
 def _qwen(target: Target, home: Path, arguments: Sequence[str]) -> Setup:
@@ -132,7 +138,8 @@ def _qwen(target: Target, home: Path, arguments: Sequence[str]) -> Setup:
         "OPENAI_MODEL": target.model,
         "QWEN_TELEMETRY_ENABLED": "false",
     }
-    return Setup(env, arguments=() if "--auth-type" in arguments else ("--auth-type", "openai"))
+    told = any(argument.partition("=")[0] == "--auth-type" for argument in arguments)
+    return Setup(env, arguments=() if told else ("--auth-type", "openai"))
 
 
 def _aider(target: Target, home: Path, arguments: Sequence[str]) -> Setup:
@@ -163,26 +170,45 @@ def _mini(target: Target, home: Path, arguments: Sequence[str]) -> Setup:
     return Setup(env)
 
 
+def _openhands(target: Target, home: Path, arguments: Sequence[str]) -> Setup:
+    return Setup({"LLM_MODEL": f"openai/{target.model}", "LLM_BASE_URL": f"{target.url}/v1", "LLM_API_KEY": target.key})
+
+
 AGENTS = (
-    Agent("claude", "Claude Code", "messages", "2.1.197", _claude),
-    Agent("codex", "Codex", "responses", "0.171.0", _codex),
-    Agent("opencode", "opencode", "chat", "1.18.33", _opencode),
-    Agent("qwen", "qwen-code", "chat", "0.15.10", _qwen),
-    Agent("aider", "aider", "chat", "", _aider),
-    Agent("mini", "mini-swe-agent", "chat", "2.4.6", _mini),
-    Agent("openhands", "OpenHands", "chat", "", None, "Python 3.12; not run here"),
+    Agent("claude", "Claude Code", "messages", "2.1.197", _claude, also=("@anthropic-ai/claude-code",)),
+    Agent("codex", "Codex", "responses", "0.171.0", _codex, also=("@openai/codex",)),
+    Agent("opencode", "opencode", "chat", "1.18.33", _opencode, also=("opencode-ai",)),
+    Agent("qwen", "qwen-code", "chat", "0.15.10", _qwen, also=("@qwen-code/qwen-code", "qwen-code")),
+    Agent("aider", "aider", "chat", "", _aider, also=("aider-chat",)),
+    Agent("mini", "mini-swe-agent", "chat", "2.4.6", _mini, also=("mini-swe-agent",)),
+    Agent("openhands", "OpenHands", "chat", "", _openhands, "Python 3.12; not run here"),
 )
+LAUNCHERS = ("npx", "bunx", "uvx", "env", "nice", "time", "timeout")
+"""Programs that run the one named behind their own options."""
 
 
-def setup_for(command: str, target: Target, home: Path, arguments: Sequence[str]) -> Setup:
-    """The known agent's set-up, else that of any SDK program. OpenHands takes its variables from the environment too."""
-    name = Path(command).name
-    for agent in AGENTS:
-        if agent.command == name and agent.setup is not None:
-            return agent.setup(target, home, arguments)
-    if name == "openhands":
-        env: dict[str, str | None] = {
-            "LLM_MODEL": f"openai/{target.model}", "LLM_BASE_URL": f"{target.url}/v1", "LLM_API_KEY": target.key,
-        }  # fmt: skip
-        return Setup(env)
-    return sdk(target, home, arguments)
+def recognise(command: Sequence[str]) -> tuple[Agent | None, int]:
+    """The agent a command runs (None: none that is known), and the place of the word that names it.
+
+    `npx -y @openai/codex@0.171 exec …` is Codex, at place 2.
+    """
+    place = 0
+    if Path(command[0]).name in LAUNCHERS:
+        own = (p for p, word in enumerate(command) if p and not _of_a_launcher(word))
+        place = next(own, 0)
+    word = command[place]
+    name = word if word.startswith("@") else Path(word).name
+    bare = name[:1] + name[1:].partition("@")[0]
+    agent = next((a for a in AGENTS if bare == a.command or bare in a.also), None)
+    return agent, 0 if agent is None else place
+
+
+def _of_a_launcher(word: str) -> bool:
+    """An option of its own, a variable it sets, a number of seconds."""
+    return word.startswith("-") or "=" in word or word[:1].isdigit()
+
+
+def setup_for(command: Sequence[str], target: Target, home: Path) -> Setup:
+    """The known agent's set-up, else that of any SDK program."""
+    agent, place = recognise(command)
+    return (agent.setup if agent is not None else sdk)(target, home, command[place + 1 :])

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from agentguard.agents.known import Target, setup_for
+from agentguard.agents.known import Target, recognise, setup_for
 from agentguard.dirs import cache_dir
 from agentguard.errors import ConfigError
 
@@ -29,17 +29,33 @@ async def prepared(command: Sequence[str], target: Target) -> AsyncIterator[tupl
 
     Raises ConfigError for a command that is not there.
     """
-    program = await asyncio.to_thread(shutil.which, command[0])
-    if program is None:
-        raise ConfigError("command", command[0], "is not installed or not on PATH; 'agentguard wrap --list' shows what is")
+    program = await asyncio.to_thread(program_of, command)
     home = await asyncio.to_thread(_home)
     try:
-        setup = setup_for(command[0], target, home, command[1:])
+        setup = setup_for(command, target, home)
         for name, text in setup.files.items():
             await asyncio.to_thread(_write, home / name, text)
-        yield [program, *setup.arguments, *command[1:]], _direct(_merged(os.environ, setup.env))
+        for name, (theirs, hidden) in setup.mirrors.items():
+            await asyncio.to_thread(_mirror, home / name, theirs, hidden)
+        words, place = [program, *command[1:]], recognise(command)[1] + 1
+        yield [*words[:place], *setup.arguments, *words[place:]], _direct(_merged(os.environ, setup.env))
     finally:
         await asyncio.to_thread(shutil.rmtree, home, ignore_errors=True)
+
+
+def program_of(command: Sequence[str]) -> str:
+    """Where the command's program is. Raises ConfigError for one that is not there."""
+    program = shutil.which(command[0])
+    if program is None:
+        raise ConfigError("command", command[0], "is not installed or not on PATH; 'agentguard wrap --list' shows what is")
+    return program
+
+
+def _mirror(path: Path, theirs: Path, hidden: Sequence[str]) -> None:
+    path.mkdir()
+    for entry in theirs.iterdir() if theirs.is_dir() else ():
+        if entry.name not in hidden:
+            (path / entry.name).symlink_to(entry)
 
 
 def _home() -> Path:
@@ -69,10 +85,14 @@ def _direct(env: dict[str, str]) -> dict[str, str]:
 async def run_agent(command: Sequence[str], env: Mapping[str, str]) -> int:
     """Start it in our own process group and on our own terminal, and wait; returns the exit status a shell would see.
 
-    Ctrl-C and Ctrl-\\ reach both of us from the terminal, and what they mean is the agent's decision; other signals are passed on.
+    Ctrl-C and Ctrl-\\ reach both of us from the terminal, and what they mean is the agent's decision; other signals, and these two
+    where no terminal sends them, are passed on. Raises ConfigError for a program the system cannot run.
     """
     loop = asyncio.get_running_loop()
-    process = await asyncio.create_subprocess_exec(*command, env=dict(env))
+    try:
+        process = await asyncio.create_subprocess_exec(*command, env=dict(env))
+    except OSError as error:  # a script without its first line, say
+        raise ConfigError("command", command[0], f"cannot be run ({error.strerror}); start it by hand to see") from None
 
     def pass_on(number: signal.Signals) -> None:
         if process.returncode is None:
@@ -82,7 +102,8 @@ async def run_agent(command: Sequence[str], env: Mapping[str, str]) -> int:
     for number in PASSED_ON:
         loop.add_signal_handler(number, pass_on, number)
     for number in FROM_TERMINAL:
-        loop.add_signal_handler(number, lambda: None)
+        # whoever sends it to us alone, without a terminal that reaches the agent too, means the agent
+        loop.add_signal_handler(number, lambda: None) if _in_foreground() else loop.add_signal_handler(number, pass_on, number)
     try:
         status = await process.wait()
     finally:
@@ -92,6 +113,20 @@ async def run_agent(command: Sequence[str], env: Mapping[str, str]) -> int:
         if process.returncode is None:
             await _end(process)
     return status if status >= 0 else 128 - status
+
+
+def _in_foreground() -> bool:
+    """Does a terminal send its signals to our process group, and so to the agent?"""
+    try:
+        terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY)
+    except OSError:
+        return False
+    try:
+        return os.tcgetpgrp(terminal) == os.getpgrp()
+    except OSError:
+        return False
+    finally:
+        os.close(terminal)
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:

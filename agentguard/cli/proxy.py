@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 import time
 from collections.abc import Callable
@@ -11,36 +12,46 @@ from typing import Any
 
 import click
 
+from agentguard.cli.options import RECIPE, SET, configuration, warn
 from agentguard.cli.run import run
 
 
-def backend_options(command: Callable[..., None]) -> Callable[..., None]:
-    """What stands behind the proxy; `agentguard wrap` takes the same."""
-    for option in reversed(
-        (
-            click.option("--recipe", type=click.Path(path_type=Path), help="YAML recipe of the model and its guard."),
-            click.option("--upstream", metavar="URL", help="Guard an OpenAI-compatible server that runs already."),
-            click.option("--gateway", metavar="URL", help="Use this gateway. Default: what runs at http://127.0.0.1:8484."),
-            click.option("--gateway-port", default=8484, show_default=True, type=int, help="Of one that starts."),
-            click.option("--port", default=4000, show_default=True, type=click.IntRange(1, 65535), help="Port of the proxy."),
-            click.option("--litellm", type=click.Path(path_type=Path), help="An environment with a LiteLLM of your own."),
-            click.option("--lock", type=click.Path(path_type=Path), help="Hash lock of LiteLLM for another platform."),
-        )
-    ):  # fmt: skip
-        command = option(command)
-    return command
+def backend_options(gateway_port: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """What stands behind the proxy, the same for `agentguard proxy` and `wrap`. ``gateway_port``: where one that starts listens by
+    default; 0 is a free one."""
+    options = (
+        RECIPE,
+        SET,
+        click.option("--upstream", metavar="URL", help="Guard an OpenAI-compatible server that runs already."),
+        click.option("--gateway", metavar="URL", help="Use this gateway. Default: what runs at http://127.0.0.1:8484."),
+        click.option(
+            "--gateway-port", default=gateway_port, show_default=True, type=int, help="Of one that starts; 0: any that is free."
+        ),
+        click.option("--port", default=4000, show_default=True, type=click.IntRange(1, 65535), help="Port of the proxy."),
+        click.option("--litellm", type=click.Path(path_type=Path), help="An environment with a LiteLLM of your own."),
+        click.option("--lock", type=click.Path(path_type=Path), help="Hash lock of LiteLLM for another platform."),
+    )
+
+    def add(command: Callable[..., None]) -> Callable[..., None]:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add
 
 
 @click.command()
 @click.argument("model", required=False)
-@backend_options
+@backend_options(gateway_port=8484)
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address of the proxy.")
 @click.option("--allow-public", is_flag=True, help="Bind to an address that others can reach; needs AGENTGUARD_PROXY_KEY.")
 @click.option("--workers", default=1, show_default=True, type=click.IntRange(1, 64), help="Processes of LiteLLM.")
 @click.option("--print-config", is_flag=True, help="Print the configuration for a LiteLLM of your own, and start nothing.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON line on stdout when it is ready.")
 def proxy(
-    model: str | None, recipe: Path | None, upstream: str | None, gateway: str | None, gateway_port: int, port: int,
-    litellm: Path | None, lock: Path | None, host: str, allow_public: bool, workers: int, print_config: bool,
+    model: str | None, recipe: Path | None, settings: tuple[str, ...], upstream: str | None, gateway: str | None, gateway_port: int,
+    port: int, litellm: Path | None, lock: Path | None, host: str, allow_public: bool, workers: int, print_config: bool,
+    as_json: bool,
 ) -> None:  # fmt: skip
     """Start a LiteLLM proxy in front of the guard's gateway, and the gateway itself for a local MODEL or an --upstream.
 
@@ -51,23 +62,27 @@ def proxy(
 
     from agentguard.proxy.config import as_yaml, check_address, config, key_file, master_key
 
-    backend = backend_of(model, recipe, upstream, gateway, gateway_port)
+    backend = backend_of(model, recipe, settings, upstream, gateway, gateway_port)
     if print_config:
-        click.echo(as_yaml(config(*run(_named(backend, model)), keyed=backend.gateway_key is not None)), nl=False)
+        click.echo(as_yaml(config(*run(_named(backend, model, gateway_port)), keyed=backend.gateway_key is not None)), nl=False)
         return
     given = os.environ.get("AGENTGUARD_PROXY_KEY")
     check_address(host, given, allow_public=allow_public)
     command = litellm_command(litellm, lock)
     key = given or master_key()
     where = "AGENTGUARD_PROXY_KEY" if given else str(key_file())
-    run(_serve(command, backend, key, where, host, port, workers), serves=True)
+    run(_serve(command, backend, key, where, host, port, workers, as_json), serves=True)
 
 
-def backend_of(model: str | None, recipe: Path | None, upstream: str | None, gateway: str | None, gateway_port: int) -> Any:
-    """What the options mean. Keys are taken from the environment alone: a command line is everybody's to read."""
+def backend_of(
+    model: str | None, recipe: Path | None, settings: tuple[str, ...], upstream: str | None, gateway: str | None, gateway_port: int
+) -> Any:
+    """What the options mean. Keys are taken from the environment alone: a command line is everybody's to read.
+
+    Environment and files give values to a model that is served here; they alone do not make one be served.
+    """
     import os
 
-    from agentguard import policy as policies
     from agentguard.errors import ConfigError
     from agentguard.proxy.serving import Backend
 
@@ -76,13 +91,20 @@ def backend_of(model: str | None, recipe: Path | None, upstream: str | None, gat
     for name, url in (("upstream", upstream), ("gateway", gateway)):
         if url and not url.startswith(("http://", "https://")):
             raise ConfigError(name, url, "give a URL such as http://127.0.0.1:8000")
-    base: dict[str, Any] = policies.read(recipe) if recipe else {}
-    base |= {"model": model} if model else {}
+    if settings and not (model or recipe):
+        raise ConfigError("--set", settings[0], "changes a model that is served here; give a MODEL or --recipe with it")
+    policy = configuration({"model": model}, settings, recipe).policy() if model or recipe else None
+    if policy is not None:
+        warn(policy)
+
+    def key(name: str) -> str | None:
+        return os.environ.get(name) or None  # an empty variable is none
+
     return Backend(
-        gateway=gateway, gateway_key=os.environ.get("AGENTGUARD_API_KEY"),
+        gateway=gateway, gateway_key=key("AGENTGUARD_API_KEY"),
         upstream=upstream.rstrip("/").removesuffix("/v1") if upstream else None,
-        upstream_key=os.environ.get("AGENTGUARD_UPSTREAM_KEY"),
-        operator_key=os.environ.get("AGENTGUARD_OPERATOR_KEY"), policy=policies.parse(base) if base else None, port=gateway_port,
+        upstream_key=key("AGENTGUARD_UPSTREAM_KEY"), operator_key=key("AGENTGUARD_OPERATOR_KEY"),
+        policy=policy, port=gateway_port,
     )  # fmt: skip
 
 
@@ -102,15 +124,18 @@ def litellm_command(litellm: Path | None, lock: Path | None) -> Path:
             told = time.monotonic()
             click.echo(f"setting up LiteLLM: {done} of {of} packages", err=True)
 
-    return prepare(lock, progress)
+    def waiting() -> None:
+        click.echo("another start is making LiteLLM's environment; waiting for it …", err=True)
+
+    return prepare(lock, progress, waiting)
 
 
-async def _named(backend: Any, model: str | None) -> tuple[str, str]:
+async def _named(backend: Any, model: str | None, port: int) -> tuple[str, str]:
     """The model and the gateway's URL for a printed configuration; nothing needs to run for it."""
     from agentguard.errors import ConfigError
-    from agentguard.proxy.serving import GATEWAY, model_of
+    from agentguard.proxy.serving import model_of
 
-    url = (backend.gateway or GATEWAY).rstrip("/").removesuffix("/v1")
+    url = (backend.gateway or f"http://127.0.0.1:{port}").rstrip("/").removesuffix("/v1")
     if backend.policy is not None:
         return Path(backend.policy.model).name, url
     try:
@@ -120,13 +145,24 @@ async def _named(backend: Any, model: str | None) -> tuple[str, str]:
         return model or "MODEL", url
 
 
-async def _serve(command: Path, backend: Any, key: str, where: str, host: str, port: int, workers: int) -> None:
+async def _serve(command: Path, backend: Any, key: str, where: str, host: str, port: int, workers: int, as_json: bool) -> None:
+    from contextlib import AsyncExitStack
+
+    from agentguard.proxy.running import Running, announced
     from agentguard.proxy.serving import first_end, serve_proxy
 
     click.echo("starting LiteLLM …", err=True)
-    async with serve_proxy(command, backend, master_key=key, host=host, port=port, workers=workers) as (gateway, running):
+    async with AsyncExitStack() as stack:
+        served = serve_proxy(command, backend, master_key=key, host=host, port=port, workers=workers)
+        gateway, running = await stack.enter_async_context(served)
+        announcing = announced(port, Running(running.url, gateway.url, running.process.pid))
+        await asyncio.to_thread(announcing.__enter__)
+        stack.callback(announcing.__exit__, None, None, None)
         click.echo(f"gateway: {gateway.url}/v1  ({gateway.note})", err=True)
         click.echo(f"ready: {running.url}  (key: {where}; log: {running.log})", err=True)
         click.echo("OpenAI base URL: …/v1, Anthropic base URL: without /v1; or run an agent with 'agentguard wrap -- …'", err=True)
+        if as_json:
+            told = {"event": "ready", "url": running.url, "gateway": gateway.url, "model": gateway.model, "key": where}
+            click.echo(json.dumps(told | {"log": str(running.log)}))
         watching = asyncio.create_task(first_end(gateway, running), name="process watch")
         raise await watching

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import sys
 from collections.abc import Callable, Coroutine
 from typing import Any, TextIO, TypeVar
 
-import structlog
+import click
 
 T = TypeVar("T")
 
@@ -17,10 +18,11 @@ def run(work: Coroutine[Any, Any, T], *, serves: bool = False, log: TextIO | Non
     """asyncio.run, with SIGTERM and SIGHUP (unless ignored, as under nohup) treated like Ctrl-C: the task is cancelled, its
     clean-up runs, KeyboardInterrupt is raised.
 
-    Our log goes to stderr meanwhile, or to ``log``; stdout is data. ``serves``: on uvloop where it is installed (a paced chunk
-    through the gateway took 207 µs of CPU without it, 170 µs with it; benchmarks/gateway.py).
+    The log goes to stderr meanwhile, or to ``log``, in the form that `agentguard --log-format` asks for; stdout is data.
+    ``serves``: on uvloop where it is installed (a paced chunk through the gateway took 207 µs of CPU without it, 170 µs with it;
+    benchmarks/gateway.py).
     """
-    structlog.configure(logger_factory=structlog.PrintLoggerFactory(log or sys.stderr))
+    from agentguard import logs
 
     async def main() -> T:
         task = asyncio.current_task()
@@ -42,8 +44,18 @@ def run(work: Coroutine[Any, Any, T], *, serves: bool = False, log: TextIO | Non
                 raise KeyboardInterrupt from None
             raise
 
-    with asyncio.Runner(loop_factory=_fast_loop() if serves else None) as runner:
+    with logs.to(log or sys.stderr, *log_options()), asyncio.Runner(loop_factory=_fast_loop() if serves else None) as runner:
         return runner.run(main())
+
+
+def log_options() -> tuple[Any, str]:
+    """Format and level as the command line or the environment says them."""
+    context = click.get_current_context(silent=True)
+    given = context.find_root().params if context is not None else {}
+    return (
+        given.get("log_format") or os.environ.get("AGENTGUARD_LOG_FORMAT") or "console",
+        given.get("log_level") or os.environ.get("AGENTGUARD_LOG_LEVEL") or "info",
+    )
 
 
 def _fast_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:

@@ -40,7 +40,8 @@ def list_(store: str, limit: int, as_json: bool) -> None:
 @sessions.command()
 @STORE
 @click.argument("session", metavar="CALLER/SESSION")
-def forget(store: str, session: str) -> None:
+@click.option("--json", "as_json", is_flag=True, help="Print how many were forgotten, on stdout.")
+def forget(store: str, session: str, as_json: bool) -> None:
     """Delete a session, or with CALLER/ all of a caller's. What runs now is counted as the beginning of a new one.
 
     Its records hold counts, hashes and no content; recordings and logs are files of their own.
@@ -50,7 +51,10 @@ def forget(store: str, session: str) -> None:
     gone = run(_forget(store, session))
     if not gone:
         raise ConfigError("CALLER/SESSION", session, "no such session; see 'agentguard sessions list'")
-    click.echo(f"forgot {gone} session{'s' * (gone != 1)}", err=True)
+    if as_json:
+        click.echo(json.dumps({"forgotten": gone}))
+    else:
+        click.echo(f"forgot {gone} session{'s' * (gone != 1)}", err=True)
 
 
 async def _list(url: str, limit: int) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from agentguard.cli.options import RecipeName
 from agentguard.cli.run import run
 
 if TYPE_CHECKING:
@@ -40,11 +41,11 @@ def _engine_options(command: Callable[..., None]) -> Callable[..., None]:
             click.option("--draft", help="Draft model; 'draft' and 'draft-short' are the reference pair's.  [default: draft]"),
             click.option(
                 "--recipe",
-                type=click.Path(path_type=Path, dir_okay=False, exists=True),
+                type=RecipeName(),
                 help="A recipe for models and engine; --model and --draft go before it.",
             ),
-            click.option("--temperature", default=1.0, show_default=True),
-            click.option("--concurrency", default=24, show_default=True, type=click.IntRange(1)),
+            click.option("--temperature", default=1.0, show_default=True, help="Of sampling."),
+            click.option("--concurrency", default=24, show_default=True, type=click.IntRange(1), help="Sessions at once."),
             click.option(
                 "--budget", type=click.IntRange(32), help="Tokens of a closed run; a pilot's median strict trace by default."
             ),

@@ -12,8 +12,8 @@ from agentguard.gateway.workers import Orders, work
 
 
 def main() -> None:
-    # byte by byte: what stands behind the line is left in the pipe, whose end the worker waits for
-    line = sys.stdin.buffer.raw.readline()  # type: ignore[attr-defined]
+    with open(sys.stdin.fileno(), "rb", buffering=0, closefd=False) as pipe:
+        line = pipe.readline()  # unbuffered: the pipe's end is what the worker waits for afterwards
     try:
         run(work(msgspec.json.decode(line, type=Orders)), serves=True)
     except KeyboardInterrupt:

@@ -300,13 +300,13 @@ class Ledger:
     # -- what is shown
     # ---------------------------------------------------------------------------------------------------------------
 
-    def rows(self) -> Iterator[Row]:
-        """Every arm of every class that has steps, control first."""
-        for workload in self._workloads():
+    def rows(self, workload: str | None = None) -> Iterator[Row]:
+        """Every arm of every class that has steps, control first; or those of one class."""
+        for name in self._workloads() if workload is None else (workload,):
             for arm in (STRICT, *self.arms.rules):
-                cell = self.cells.get((workload, arm))
+                cell = self.cells.get((name, arm))
                 if cell is not None:
-                    yield self._row(workload, arm, cell)
+                    yield self._row(name, arm, cell)
 
     def _row(self, workload: str, arm: str, cell: Cell) -> Row:
         control, is_control = self._control(workload), arm == STRICT

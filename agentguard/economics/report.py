@@ -17,6 +17,11 @@ def report(ledger: Ledger) -> dict[str, Any]:
     }
 
 
+def class_report(ledger: Ledger, workload: str) -> list[dict[str, Any]]:
+    """The rows of one class, as in `report`."""
+    return [finite(row.as_json()) for row in ledger.rows(workload)]
+
+
 def finite(value: Any) -> Any:
     """The same with null for what JSON cannot hold."""
     if isinstance(value, dict):

@@ -36,7 +36,9 @@ class Engine(Protocol):
     name: str
     facts: Facts
 
-    async def info(self) -> EngineInfo: ...
+    async def info(self) -> EngineInfo:
+        """The model and its window. Raises EngineError for an answer that is none."""
+        ...
 
     async def tokenize_chat(self, body: Mapping[str, Any]) -> list[int] | None:
         """The prompt ids of a chat request, generation prompt included; None from a server that cannot tell."""
@@ -68,4 +70,6 @@ class Engine(Protocol):
         """The text of the server's /metrics; None from a server without it."""
         ...
 
-    async def aclose(self) -> None: ...
+    async def aclose(self) -> None:
+        """Let go of connections; streams that still run are aborted."""
+        ...

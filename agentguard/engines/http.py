@@ -12,12 +12,17 @@ KEEPALIVE_S = 2.0
 a request sent into a connection that is just being closed fails with a ReadError (once in 796 steps beside a busy CPU)."""
 
 
-def http_client(url: str, *, timeout: httpx2.Timeout | float, headers: Mapping[str, str] | None = None) -> httpx2.AsyncClient:
-    """A pooled client for one server, deaf to proxy variables.
+def http_client(
+    url: str, *, timeout: httpx2.Timeout | float, headers: Mapping[str, str] | None = None,
+    transport: httpx2.AsyncBaseTransport | None = None,
+) -> httpx2.AsyncClient:  # fmt: skip
+    """A pooled client for one server, deaf to proxy variables. ``transport``: another way to it than the network.
 
     For http:// it gets an empty TLS context, which trusts nobody: reading the CA bundle would block the event loop for some
     20 ms, and plain HTTP has no use for it.
     """
     verify: ssl.SSLContext | bool = True if url.startswith("https://") else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     limits = httpx2.Limits(max_connections=512, max_keepalive_connections=64, keepalive_expiry=KEEPALIVE_S)
-    return httpx2.AsyncClient(base_url=url, headers=headers, timeout=timeout, limits=limits, verify=verify, trust_env=False)
+    return httpx2.AsyncClient(
+        base_url=url, headers=headers, timeout=timeout, limits=limits, verify=verify, trust_env=False, transport=transport
+    )

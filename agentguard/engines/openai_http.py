@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
@@ -10,7 +11,6 @@ from typing import Any
 
 import httpx2
 import msgspec
-import structlog
 
 from agentguard.engines.base import Chunk, EngineInfo, Standing, Stream
 from agentguard.engines.facts import Facts
@@ -19,7 +19,7 @@ from agentguard.errors import EngineDiedError, EngineError, EngineRequestError
 from agentguard.limits import MAX_EVENT, MAX_REPLY
 
 _JSON = msgspec.json.Decoder()
-logger = structlog.get_logger(__name__)
+logger = logging.getLogger(__name__)
 MESSAGE = 2000
 """Characters of an upstream's error that are passed on."""
 _WAIT = re.compile(r"[A-Za-z0-9 ,:+-]{1,64}")
@@ -38,8 +38,10 @@ class OpenAIEngine:
         connect_timeout_s: float = 30.0,
         read_timeout_s: float = 300.0,
         window: int | None = None,
+        transport: httpx2.AsyncBaseTransport | None = None,
     ) -> None:
-        """``window``: the context window in tokens, for a server that does not state it."""
+        """``window``: the context window in tokens, for a server that does not state it; ``transport``: another way to it than the
+        network (agentguard.engines.asgi)."""
         self.name = name
         self.facts = Facts()
         self._window = window
@@ -48,6 +50,7 @@ class OpenAIEngine:
             self.url,
             headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
             timeout=httpx2.Timeout(connect=connect_timeout_s, read=read_timeout_s, write=30.0, pool=None),
+            transport=transport,
         )
 
     async def aclose(self) -> None:
@@ -146,7 +149,7 @@ class OpenAIEngine:
                     async for chunk in chunks:
                         if tried:
                             self.facts.learn_refused(tried)
-                            logger.warning("fields_refused", engine=self.name, fields=tried)
+                            logger.warning("fields_refused", extra={"engine": self.name, "fields": tried})
                             tried = []
                         yield chunk
                 return

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
-
-import structlog
 
 from agentguard.engines.base import Engine, EngineInfo, Standing, Stream
 from agentguard.engines.facts import Facts
@@ -24,7 +23,7 @@ from agentguard.tasks import owned_task
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-logger = structlog.get_logger(__name__)
+logger = logging.getLogger(__name__)
 CHECK_S = 2.0
 """Between two looks at an engine that is away, and at all of them for /health/ready."""
 
@@ -36,14 +35,15 @@ class EnginePool:
         self.engines = tuple(engines)
         self.away: dict[str, str] = {}
         """Engines that are away, and why."""
-
-    @property
-    def name(self) -> str:
-        return self._first.name
+        self.name = self.engines[0].name
 
     @property
     def facts(self) -> Facts:
         return self._first.facts
+
+    @facts.setter
+    def facts(self, _: Facts) -> None:
+        raise AttributeError("each engine of a pool has its own facts")
 
     @property
     def _first(self) -> Engine:
@@ -61,12 +61,12 @@ class EnginePool:
 
     def failed(self, engine: Engine, error: EngineDiedError) -> None:
         if engine.name not in self.away:
-            logger.warning("engine_away", engine=engine.name, error=str(error))
+            logger.warning("engine_away", extra={"engine": engine.name, "error": str(error)})
         self.away[engine.name] = str(error)
 
     def answered(self, engine: Engine) -> None:
         if self.away.pop(engine.name, None) is not None:
-            logger.info("engine_back", engine=engine.name)
+            logger.info("engine_back", extra={"engine": engine.name})
 
     async def info(self) -> EngineInfo:
         """Of the engines that answer; all of them must serve one model. The window is the smallest."""
@@ -96,7 +96,7 @@ class EnginePool:
             except EngineDiedError as error:
                 self.failed(engine, error)
             except EngineError as error:
-                logger.warning("engine_unwell", engine=engine.name, error=str(error))
+                logger.warning("engine_unwell", extra={"engine": engine.name, "error": str(error)})
             else:
                 self.answered(engine)
 

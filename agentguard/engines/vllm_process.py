@@ -134,7 +134,7 @@ def command(policy: Policy, port: int, telemetry: str) -> list[str]:
     if is_cpu_build():
         # compiling a small model costs more than it brings here, and inductor's freezing would bake the draft's weights in
         args["--enforce-eager"] = None
-    elif _needs_v1(policy):
+    elif _v1_is_asked_for():
         # for the phase of a request; V1 on CPU has it off by itself, V2 keeps the phase on the device
         args["--no-async-scheduling"] = None
     flags = [part for name, value in args.items() for part in ((name,) if value is None else (name, value))]
@@ -156,16 +156,14 @@ def environment(policy: Policy, api_key: str) -> dict[str, str]:
         # V2 needs a Triton back end the CPU wheel lacks; saying so avoids its probe
         env.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
         preload_openmp(env)
-    elif _needs_v1(policy):
-        env["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     if all(Path(model).exists() for model in (policy.model, policy.draft) if model is not None):
         env["HF_HUB_OFFLINE"] = "1"
     return env
 
 
-def _needs_v1(policy: Policy) -> bool:
-    """Model Runner V1 on a GPU: for tts, which V2 does not have, or because the environment asks for it."""
-    return policy.tts is not None or os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0"
+def _v1_is_asked_for() -> bool:
+    """Model Runner V1 on a GPU: the environment asks for it; vLLM takes V2 otherwise, and so do we."""
+    return os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0"
 
 
 def _installed_plugins() -> set[str]:

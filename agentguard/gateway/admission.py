@@ -7,18 +7,18 @@ come again: 429 where the caller has too much running itself, 503 where the gate
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections import Counter, OrderedDict, deque
 from typing import Any
 
-import structlog
 from starlette.responses import JSONResponse
 
 from agentguard.errors import BusyError
 from agentguard.identity import CALLER, digest
 from agentguard.policy import ServingLimits
 
-logger = structlog.get_logger(__name__)
+logger = logging.getLogger(__name__)
 RETRY_S = 5
 
 
@@ -144,7 +144,7 @@ class Admit:
                 raise Drain.error()
             await self._admission.enter(caller)
         except BusyError as error:
-            logger.info("refused", caller=caller, code=error.code)
+            logger.info("refused", extra={"caller": caller, "code": error.code})
             await refusal(error)(scope, receive, send)
             return
         try:

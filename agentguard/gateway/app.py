@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import math
 import re
 import time
@@ -12,7 +13,6 @@ from contextlib import aclosing
 from typing import Any, Self, TypeVar
 
 import msgspec
-import structlog
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -20,6 +20,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from agentguard import logs
 from agentguard.economics.classes import SIDE_HEADER
 from agentguard.economics.report import report
 from agentguard.engines.base import Chunk, Stream
@@ -35,6 +36,7 @@ from agentguard.errors import (
     SessionLimitError,
     TooLargeError,
     TooSlowError,
+    loggable,
     shown,
 )
 from agentguard.events import OperatorActed, OperatorAction, encode_json
@@ -42,15 +44,18 @@ from agentguard.gateway.admission import Admission, Admit, Drain
 from agentguard.gateway.auth import Keyring, RequireKey
 from agentguard.gateway.fetches import check_fetches
 from agentguard.gateway.pages import RefusePages
+from agentguard.gateway.step_events import EVENTS_HEADER, StepEvents
 from agentguard.gateway.watch import WATCHERS, Watch, interval_of
-from agentguard.identity import Guesses, identify
+from agentguard.identity import SESSION, Guesses, identify
 from agentguard.limits import BODY_S, MAX_BODY, MAX_DEPTH, MAX_ID_CHARACTERS
 from agentguard.middleware import Guard, Reply
+from agentguard.replies import collect
 from agentguard.requests import ChatRequest
 from agentguard.store import StoreError
 from agentguard.telemetry import prometheus
+from agentguard.telemetry.metrics import Metrics
 
-logger = structlog.get_logger(__name__)
+logger = logging.getLogger(__name__)
 STORE_S = 2
 """Seconds after which a store that was away may be back."""
 TAILS, TAIL_CHARACTERS = 128, 600
@@ -70,10 +75,12 @@ _JSON = msgspec.json.Encoder()
 
 
 def create_app(
-    guard: Guard, *, keys: Keyring | None = None, allowed_hosts: Collection[str] = (), drain: Drain | None = None
-) -> Starlette:
+    guard: Guard, *, keys: Keyring | None = None, allowed_hosts: Collection[str] = (), drain: Drain | None = None,
+    metrics: Metrics | None = None,
+) -> Starlette:  # fmt: skip
     """The gateway's app. ``keys``: who may do what (gateway.auth), None for everybody everything; ``allowed_hosts``: names under
-    which a gateway without keys is answered, besides addresses and localhost (gateway.pages); ``drain`` ends it."""
+    which a gateway without keys is answered, besides addresses and localhost (gateway.pages); ``drain`` ends it; ``metrics`` is
+    what `/metrics` shows beside the economics."""
     keys = keys or Keyring()
     guesses = Guesses(guard.policy.max_sessions)
     drain = drain or Drain()
@@ -86,7 +93,9 @@ def create_app(
         side = request.headers.get(SIDE_HEADER, "") not in ("", "0", "false")
         told = Reply()
         who = identify(request.headers, body)
-        chunks = guard.stream(body, guesses.place(who, body), side=side, reply=told)
+        me = guesses.place(who, body)
+        logs.bind(session=str(me))
+        chunks = guard.stream(body, me, side=side, reply=told)
         try:
             if asked.stream:
                 # the first chunk is awaited here, so that a refused request gets an HTTP status instead of a broken stream
@@ -94,7 +103,8 @@ def create_app(
                 if first is None:
                     return _CLIENT_GONE
                 include_usage = bool((asked.stream_options or {}).get("include_usage"))
-                events = _sse(first, chunks, include_usage, told, drain)
+                asks = request.headers.get(EVENTS_HEADER, "") not in ("", "0", "false")
+                events = _sse(first, chunks, include_usage, told, drain, StepEvents(guard, me, told) if asks else None)
                 return StreamingResponse(events, media_type="text/event-stream", headers=_headers(told))
             reply = await _unless_gone(request, chunks, collect(chunks), drain)
         except AgentGuardError:
@@ -158,8 +168,13 @@ def create_app(
         model = {"id": guard.info.model, "object": "model", "owned_by": "agentguard", "max_model_len": guard.info.max_model_len}
         return JSONResponse({"object": "list", "data": [model]})
 
-    async def sessions(_: Request) -> Response:
-        """Of all workers, the latest first, as the store has them."""
+    async def sessions(request: Request) -> Response:
+        """Of all workers, the latest first, as the store has them; with ``session`` that one of the caller's own with its limits,
+        which need not have begun."""
+        asked = request.query_params.get("session")
+        if asked is not None:
+            state = await guard.account(identify({**request.headers, SESSION: asked}, {}))
+            return JSONResponse({"sessions": [msgspec.to_builtins(state)]})
         rows = [
             {"session": str(key), "steps": m.steps, "tokens": m.tokens, "think_tokens": m.think, "closes": m.closes, "lost": m.lost}
             for key, m in await guard.books.store.sessions()
@@ -182,8 +197,9 @@ def create_app(
     async def economics(_: Request) -> Response:
         return JSONResponse(report(guard.ledger))
 
-    async def metrics(_: Request) -> Response:
-        return Response(prometheus.render(guard.ledger), media_type=prometheus.CONTENT_TYPE)
+    async def exposition(_: Request) -> Response:
+        counted = metrics.render() if metrics is not None else b""
+        return Response(prometheus.render(guard.ledger) + counted, media_type=prometheus.CONTENT_TYPE)
 
     async def health(_: Request) -> Response:
         return JSONResponse({"status": "ok"})
@@ -212,7 +228,7 @@ def create_app(
             Route("/agentguard/tails", tails),
             Route("/guard/v1/economics", economics),
             Route("/guard/v1/watch", watch),
-            Route("/metrics", metrics),
+            Route("/metrics", exposition),
             Route("/health", health),
             Route("/health/live", health),
             Route("/health/ready", ready),
@@ -231,6 +247,7 @@ def create_app(
         app.add_middleware(RequireKey, keys=keys)
     app.add_middleware(RefusePages, keyed=keys.keyed, allowed_hosts=frozenset(allowed_hosts))
     app.add_middleware(EndQuietly)
+    app.add_middleware(logs.RequestLog)
     return app
 
 
@@ -309,7 +326,7 @@ class EndQuietly:
         try:
             await self.app(scope, receive, send)
         except asyncio.CancelledError:
-            logger.info("request_cancelled", path=scope.get("path"))
+            logger.info("request_cancelled", extra={"path": scope.get("path")})
 
 
 _CLIENT_GONE = Response(status_code=499)  # nobody reads it; nginx's number for a client that hung up
@@ -343,54 +360,14 @@ async def _unless_gone(request: Request, chunks: Stream, work: Coroutine[Any, An
             await chunks.aclose()
 
 
-async def collect(chunks: Stream) -> dict[str, Any]:
-    """A stream of chunks as one `chat.completion` object."""
-    message: dict[str, Any] = {"role": "assistant", "content": None}
-    tools: dict[int, dict[str, Any]] = {}
-    choice: dict[str, Any] = {"index": 0, "message": message, "finish_reason": None, "logprobs": None}
-    reply: dict[str, Any] = {}
-    async with aclosing(chunks):
-        async for chunk in chunks:
-            reply = {k: chunk[k] for k in ("id", "created", "model") if k in chunk} | reply
-            reply |= {k: chunk[k] for k in ("usage", "metrics") if chunk.get(k)}
-            for part in chunk.get("choices") or ():
-                delta = part.get("delta") or {}
-                for key in ("content", "reasoning", "reasoning_content"):
-                    if delta.get(key):
-                        message[key] = (message.get(key) or "") + delta[key]
-                for call in delta.get("tool_calls") or ():
-                    _merge_tool_call(tools.setdefault(call.get("index", 0), {}), call)
-                if part.get("token_ids"):
-                    choice["token_ids"] = choice.get("token_ids", []) + part["token_ids"]
-                if part.get("logprobs"):
-                    known = choice["logprobs"] or {"content": []}
-                    choice["logprobs"] = {"content": known["content"] + (part["logprobs"].get("content") or [])}
-                choice |= {k: part[k] for k in ("finish_reason", "stop_reason") if part.get(k) is not None}
-    if tools:
-        message["tool_calls"] = [tools[i] for i in sorted(tools)]
-    return {"object": "chat.completion", "choices": [choice], **reply}
-
-
-def _merge_tool_call(call: dict[str, Any], delta: Mapping[str, Any]) -> None:
-    """Tool calls stream as an id and name first and their arguments in pieces."""
-    for key in ("id", "type"):
-        if delta.get(key):
-            call[key] = delta[key]
-    function = call.setdefault("function", {"name": "", "arguments": ""})
-    part = delta.get("function") or {}
-    function["name"] += part.get("name") or ""
-    function["arguments"] += part.get("arguments") or ""
-
-
-async def _while_open(frames: AsyncGenerator[bytes, None], drain: Drain) -> AsyncIterator[bytes]:
+async def _while_open(frames: AsyncIterator[bytes], drain: Drain) -> AsyncIterator[bytes]:
     """A stream without an end, until the gateway ends."""
     task = asyncio.current_task()
     assert task is not None
     drain.watchers.add(task)
     try:
-        async with aclosing(frames):
-            async for frame in frames:
-                yield frame
+        async for frame in frames:
+            yield frame
     except asyncio.CancelledError:
         if not drain.begun:
             raise
@@ -398,23 +375,34 @@ async def _while_open(frames: AsyncGenerator[bytes, None], drain: Drain) -> Asyn
         yield b": the gateway ends\n\n"
     finally:
         drain.watchers.discard(task)
+        if isinstance(frames, AsyncGenerator):
+            await frames.aclose()
 
 
-async def _sse(first: Chunk, chunks: Stream, include_usage: bool, told: Reply, drain: Drain) -> AsyncIterator[bytes]:
+async def _sse(
+    first: Chunk, chunks: Stream, include_usage: bool, told: Reply, drain: Drain, tell: StepEvents | None = None
+) -> AsyncIterator[bytes]:
     """Chunks as server-sent events; a failure in the middle ends the stream with an error event, never without a word, and so does
     the gateway's end.
 
-    A close and notes are told in a comment, which every client skips that does not look for it.
+    A close and notes are told in a comment, which every client skips that does not look for it; a client that asked for them gets
+    the step's events among its chunks (`StepEvents`).
     """
     task = asyncio.current_task()
     assert task is not None
     drain.streams.add(task)
     async with aclosing(chunks):
         try:
-            yield _data(first)
+            for part in tell.begin() if tell else ():
+                yield part
+            yield _data(tell.standing(first) if tell else first)
             async for chunk in chunks:
+                for part in tell.news() if tell else ():
+                    yield part
                 if chunk.get("choices") or include_usage:
-                    yield _data(chunk)
+                    yield _data(tell.standing(chunk) if tell else chunk)
+            for part in tell.end() if tell else ():
+                yield part
         except asyncio.CancelledError:
             if not drain.expired.is_set():
                 raise
@@ -422,11 +410,13 @@ async def _sse(first: Chunk, chunks: Stream, include_usage: bool, told: Reply, d
             yield _data(_error_body(Drain.error()))
             return
         except AgentGuardError as error:
-            logger.warning("stream_failed", error=type(error).__name__)  # the step's event says more
+            logger.warning("stream_failed", extra={"request": told.request, "error": loggable(error)})
+            for part in tell.failed() if tell else ():
+                yield part
             yield _data(_error_body(error))
             return
         except Exception as error:
-            logger.error("stream_failed", error=type(error).__name__)
+            logger.error("stream_failed", extra={"request": told.request, "error": loggable(error)})
             yield _data(_BUG)
             return
         finally:
@@ -466,7 +456,7 @@ def parse_body(raw: bytes) -> dict[str, Any]:
         # as text: json takes bytes for UTF-16 and UTF-32 too, and lets halves of surrogate pairs through
         body = json.loads(raw.decode(), parse_constant=_no_constant, parse_float=_finite)
     except RecursionError:
-        raise _TOO_DEEP from None
+        raise _too_deep() from None
     except ValueError as error:
         raise ConfigError("body", raw[:40], f"is not JSON ({error})") from None
     if not isinstance(body, dict):
@@ -478,7 +468,7 @@ def parse_body(raw: bytes) -> dict[str, Any]:
         if not level:
             break
     else:
-        raise _TOO_DEEP
+        raise _too_deep()
     if _SURROGATE.search(raw):
         try:
             json.dumps(body, ensure_ascii=False).encode()
@@ -488,7 +478,11 @@ def parse_body(raw: bytes) -> dict[str, Any]:
 
 
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-_TOO_DEEP = ConfigError("body", "nested", f"deeper than {MAX_DEPTH} objects and lists")
+
+
+def _too_deep() -> ConfigError:
+    """Made anew: an exception that is raised twice keeps the frames of both, and with them the bodies."""
+    return ConfigError("body", "nested", f"deeper than {MAX_DEPTH} objects and lists")
 
 
 def _no_constant(word: str) -> None:
@@ -523,7 +517,7 @@ def _error_body(error: AgentGuardError) -> dict[str, Any]:
     """OpenAI's error object; ``code`` is a name where clients act on one, else the status."""
     status = _status(error)
     kind = "invalid_request_error" if status < 500 else "server_error"
-    told = {"message": str(error), "type": kind, "code": getattr(error, "code", status)}
+    told = {"message": str(error), "type": kind, "code": getattr(error, "code", status), "agentguard": type(error).__name__}
     field = getattr(error, "field", "") if status < 500 else ""
     return {"error": told | ({"param": field} if field else {})}
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Iterator, Sequence
+import ssl
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import uvicorn
 
-from agentguard.economics.ledger import Ledger, ledger_of, setup_of
 from agentguard.engines.openai_http import OpenAIEngine
 from agentguard.engines.pool import EnginePool
 from agentguard.engines.vllm_process import VllmProcess, vllm_process
@@ -22,15 +24,15 @@ from agentguard.gateway.app import create_app
 from agentguard.gateway.auth import check_address
 from agentguard.gateway.protocol import BoundedHttp
 from agentguard.middleware import Guard
-from agentguard.policy import Policy
-from agentguard.store import open_store
-from agentguard.store.books import Books
-from agentguard.store.sessions import MemorySessions, open_sessions
-from agentguard.store.sync import synced
+from agentguard.policy import Policy, ServingLimits, parse
+from agentguard.store.kept import economics, session_books
 from agentguard.tasks import owned_task
 from agentguard.telemetry.engine_source import engine_source
 from agentguard.telemetry.hub import Hub
+from agentguard.telemetry.metrics import Metrics
 
+KEEP_ALIVE_S = 75
+SILENT_S = 30.0
 LAST_WORD_S = 2.0
 """For the last events of streams that had no time left."""
 
@@ -67,7 +69,7 @@ async def serve_stack(
             client = OpenAIEngine(engine.url, api_key=engine.api_key)
             try:
                 async with (
-                    engine_source(hub, engine.telemetry), economics(policy, hub) as ledger, session_books(policy) as books
+                    engine_source(hub, engine.telemetry), economics(policy, hub.publish) as ledger, session_books(policy) as books
                 ):  # fmt: skip
                     guard = await Guard.open(client, policy, hub, ledger=ledger, books=books)
                     with hub.sink(guard.observe):
@@ -79,17 +81,18 @@ async def serve_stack(
 
 @asynccontextmanager
 async def serve_upstream(
-    policy: Policy | None, url: str | Sequence[str], *, key: str | None = None, host: str = "127.0.0.1", port: int = 0,
-    api_key: str | None = None, operator_key: str | None = None, access: Access | None = None, hub: Hub | None = None,
-    store: str | None = None,
+    policy: Policy | Mapping[str, Any] | None, url: str | Sequence[str], *, key: str | None = None, host: str = "127.0.0.1",
+    port: int = 0, api_key: str | None = None, operator_key: str | None = None, access: Access | None = None,
+    hub: Hub | None = None, store: str | None = None,
 ) -> AsyncIterator[tuple[Guard, str]]:  # fmt: skip
     """The gateway in front of a server that runs already: any that speaks OpenAI's chat completions, with our plugin or without.
     Several URLs of servers of one model make a pool: sessions are spread over them, and go on elsewhere when one is away.
 
-    policy: None takes the server's model with the defaults; its ``engine.max_model_len`` is the window of a server that does not
-    state one; ``store``: of its sessions, where the policy names none. Yields the guard and the gateway's URL.
+    policy: None takes the server's model with the defaults, and a mapping of a policy's keys without ``model`` gets it; its
+    ``engine.max_model_len`` is the window of a server that does not state one; ``store``: of its sessions, where the policy names
+    none. Yields the guard and the gateway's URL.
 
-    Raises EngineDiedError when nobody answers at any ``url``.
+    Raises EngineDiedError when nobody answers at any ``url``, ConfigError for a mapping that is no policy.
     """
     access = Access.of(access, api_key, operator_key)
     with bind(host, port) as listener:
@@ -103,48 +106,29 @@ async def serve_upstream(
 
 @asynccontextmanager
 async def guarded(
-    policy: Policy | None, urls: Sequence[str], *, key: str | None = None, hub: Hub | None = None, store: str | None = None
+    policy: Policy | Mapping[str, Any] | None,
+    urls: Sequence[str],
+    *,
+    key: str | None = None,
+    hub: Hub | None = None,
+    store: str | None = None,
 ) -> AsyncIterator[Guard]:
     """A guard in front of servers that run already; see `serve_upstream`."""
     hub = hub or Hub()
-    window = policy.engine.max_model_len if policy else None
+    given = policy if isinstance(policy, Policy) else parse({"model": "of the server", **(policy or {})})
+    window = given.engine.max_model_len
     pool = EnginePool([OpenAIEngine(url, name=f"engine-{i}", api_key=key, window=window) for i, url in enumerate(urls)])
     try:
-        policy = policy or Policy(model=(await pool.info()).model)
+        if not isinstance(policy, Policy):
+            policy = given if policy and "model" in policy else given.model_copy(update={"model": (await pool.info()).model})
         if store is not None and policy.store.url is None:
             policy = policy.model_copy(update={"store": policy.store.model_copy(update={"url": store})})
-        async with economics(policy, hub) as ledger, session_books(policy) as books:
+        async with economics(policy, hub.publish) as ledger, session_books(policy) as books:
             guard = await Guard.open(pool, policy, hub, ledger=ledger, books=books)
             async with pool.watched():
                 yield guard
     finally:
         await pool.aclose()
-
-
-@asynccontextmanager
-async def session_books(policy: Policy) -> AsyncIterator[Books]:
-    """The policy's sessions, in its store or in memory, while the block runs. Raises StoreError when the store is not there."""
-    options = policy.store
-    if options.url is None:
-        yield Books(MemorySessions(policy.max_sessions))
-        return
-    async with open_sessions(options.url, options.sessions_per_caller) as store:
-        books = Books(store, lease_s=options.lease_s, retention_s=options.retention_days * 86_400)
-        async with books.open():
-            yield books
-
-
-@asynccontextmanager
-async def economics(policy: Policy, hub: Hub) -> AsyncIterator[Ledger]:
-    """The policy's ledger, kept in its store while the block runs. Raises ConfigError, and StoreError when the store is not
-    there."""
-    ledger = await asyncio.to_thread(ledger_of, policy, on_event=hub.publish)
-    url = policy.economics.store or policy.store.url
-    if url is None:
-        yield ledger
-        return
-    async with open_store(url) as store, synced(ledger, store, setup_of(policy)):
-        yield ledger
 
 
 @asynccontextmanager
@@ -160,22 +144,59 @@ async def gateway(
     access = Access.of(access, api_key, operator_key)
     for one in (listener, *others):
         check_address(one.getsockname()[0], access.keys)
-    tls, drain, serving = access.tls, Drain(), guard.policy.serving
+    drain, metrics = Drain(), Metrics()
+    with guard.hub.sink(metrics.observe):
+        app = create_app(guard, keys=access.keys, allowed_hosts=access.allowed_hosts, drain=drain, metrics=metrics)
+        async with (
+            traced(guard) as wrapped,
+            _served(wrapped(app), access.tls, drain, guard.policy.serving, listener, *others) as url,
+        ):
+            yield url
+
+
+@asynccontextmanager
+async def traced(guard: Guard) -> AsyncIterator[Callable[[Any], Any]]:
+    """OpenTelemetry while the block runs, where the environment asks for it; yields what the app is wrapped in."""
+    from agentguard.telemetry import otel
+
+    if not otel.configured():
+        yield lambda app: app
+        return
+    exporting = otel.exporting("vllm" if guard.engine.facts.plugin else "openai")
+    sink = await asyncio.to_thread(exporting.__enter__)  # it imports, and its end sends what is left: both block
+    try:
+        if sink is None:
+            yield lambda app: app
+        else:
+            with guard.hub.sink(sink.observe):
+                yield otel.TraceContext
+    finally:
+        await asyncio.to_thread(exporting.__exit__, None, None, None)
+
+
+@asynccontextmanager
+async def _served(
+    app: Any, tls: ssl.SSLContext | None, drain: Drain, serving: ServingLimits, listener: socket.socket, *others: socket.socket
+) -> AsyncIterator[str]:
     config = uvicorn.Config(
-        create_app(guard, keys=access.keys, allowed_hosts=access.allowed_hosts, drain=drain),
+        app,
         http=BoundedHttp,
         ws="none",
         proxy_headers=False,  # nobody's word on where a request came from
         server_header=False,
         ssl_context_factory=None if tls is None else lambda *_: tls,
+        log_config=None,  # its lines go the way of ours
         log_level="warning",
         access_log=False,
-        timeout_keep_alive=75,  # agents think and run tools between two steps; uvicorn's 5 s would close under them
+        timeout_keep_alive=KEEP_ALIVE_S,  # agents think and run tools between two steps; uvicorn's 5 s would close under them
     )
     server = _Server(config)
     for one in (listener, *others):
         give_up_after(one, serving.send_s)
-    async with owned_task(server.serve(sockets=[listener, *others]), "gateway") as task:
+    async with (
+        owned_task(server.serve(sockets=[listener, *others]), "gateway") as task,
+        owned_task(end_silent(server.server_state.connections), "silent connections"),
+    ):
         while not server.started and not task.done():  # noqa: ASYNC110  # uvicorn sets a flag, no event
             await asyncio.sleep(0.02)
         if task.done():
@@ -189,15 +210,32 @@ async def gateway(
             drain.expire()
             await asyncio.wait([task], timeout=LAST_WORD_S)
             for connection in list(server.server_state.connections):  # of clients that take not even that
-                connection.transport.abort()  # type: ignore[union-attr]
+                connection.transport.abort()
             server.force_exit = True
             await asyncio.wait([task], timeout=LAST_WORD_S)
 
 
 def url_of(listener: socket.socket, *, tls: bool = False) -> str:
+    """The address of a bound socket as a URL."""
     host, port = listener.getsockname()[:2]
     scheme = "https" if tls else "http"
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+async def end_silent(connections: set[Any], every_s: float = 5.0, silent_s: float = SILENT_S) -> None:
+    """End connections that have not sent a whole request for so long. uvicorn waits for its head without an end."""
+    since: dict[Any, float] = {}
+    while True:
+        await asyncio.sleep(every_s)
+        now = time.monotonic()
+        waiting = [c for c in connections if c.cycle is None or c.cycle.response_complete]
+        since = {c: since.get(c, now) for c in waiting}
+        for connection, began in since.items():
+            if (
+                now - began > (silent_s if connection.cycle is None else silent_s + KEEP_ALIVE_S)
+                and connection.transport is not None
+            ):
+                connection.transport.abort()
 
 
 def give_up_after(listener: socket.socket, seconds: float) -> None:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import time
 from collections.abc import AsyncIterator, Iterator
 
 import msgspec
-import structlog
 
 from agentguard.economics.report import report
 from agentguard.engines.base import Engine
@@ -35,7 +35,7 @@ from agentguard.session import Session
 from agentguard.telemetry import exposition
 from agentguard.telemetry.rounds import RoundCollector
 
-logger = structlog.get_logger(__name__)
+logger = logging.getLogger(__name__)
 WATCHERS = 16
 EVENTS = 4096
 SESSIONS = 500
@@ -203,7 +203,7 @@ class _Scrape:
         except AgentGuardError as error:
             return [EngineMetrics(t=time.time(), engine="", error=str(error))]
         except ValueError as error:
-            logger.warning("metrics_unreadable", error=str(error))
+            logger.warning("metrics_unreadable", extra={"error": str(error)})
             return []
 
 

@@ -13,6 +13,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
+import os
 import signal
 import socket
 import sys
@@ -23,7 +25,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-import structlog
 
 from agentguard.engines.vllm_process import die_with_parent
 from agentguard.errors import ConfigError, EngineStartError
@@ -35,7 +36,7 @@ from agentguard.tasks import owned_task
 from agentguard.telemetry.engine_source import engine_source
 from agentguard.telemetry.hub import Hub
 
-logger = structlog.get_logger(__name__)
+logger = logging.getLogger(__name__)
 START_S = 60.0
 AGAIN_S = (0.5, 30.0)
 """Wait before a worker is started again: the first time, and at most when it keeps ending."""
@@ -104,13 +105,13 @@ async def serve_workers(
             started = time.monotonic()
             assert worker.process is not None
             code = await worker.process.wait()
-            logger.warning("worker_ended", worker=worker.number, status=code)
+            logger.warning("worker_ended", extra={"worker": worker.number, "status": code})
             wait = AGAIN_S[0] if time.monotonic() - started > LIVED_S else min(2 * wait, AGAIN_S[1])
             await asyncio.sleep(wait)
             try:
                 await _start(worker, orders(worker), listener.fileno())
             except EngineStartError as error:
-                logger.error("worker_not_started", worker=worker.number, error=str(error))
+                logger.error("worker_not_started", extra={"worker": worker.number, "error": str(error)})
 
     try:
         await asyncio.gather(*(_start(worker, orders(worker), listener.fileno()) for worker in running.workers))
@@ -155,7 +156,7 @@ async def _stop(worker: Worker, patience_s: float) -> None:
         async with asyncio.timeout(patience_s):
             await process.wait()
     except TimeoutError:
-        logger.error("worker_killed", worker=worker.number, after_s=patience_s)
+        logger.error("worker_killed", extra={"worker": worker.number, "after_s": patience_s})
     finally:
         if process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
@@ -185,7 +186,7 @@ async def _orphaned() -> None:
     loop = asyncio.get_running_loop()
 
     def read() -> None:
-        if not sys.stdin.buffer.raw.read(4096):  # type: ignore[attr-defined]
+        if not os.read(sys.stdin.fileno(), 4096):
             loop.remove_reader(sys.stdin.fileno())
             gone.set()
 

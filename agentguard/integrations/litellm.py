@@ -67,6 +67,8 @@ class AgentGuardHook(CustomLogger):  # type: ignore[misc]  # LiteLLM is not inst
     ) -> Any:
         """A stopped session and an engine that is coming back: the gateway's own words and its retry-after, which LiteLLM would
         rename. Never for a stream that has begun: LiteLLM breaks it off when it gets an exception there."""
+        if not _guarded(str((request_data or {}).get("model") or "")):
+            return None
         headers = getattr(original_exception, "litellm_response_headers", None) or {}
         told = {name: headers[name] for name in _RETRY if headers.get(name)}
         status = getattr(original_exception, "status_code", None)

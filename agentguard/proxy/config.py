@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -89,12 +90,12 @@ def master_key() -> str:
     """This installation's key, made on first use; only its owner can read the file."""
     path = key_file()
     if not path.exists():
-        aside = path.with_name(f"{path.name}.{os.getpid()}")
-        with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        descriptor, aside = tempfile.mkstemp(prefix=f"{path.name}.", dir=path.parent)  # mode 0600
+        with os.fdopen(descriptor, "w") as file:
             file.write(f"sk-{secrets.token_hex(32)}\n")
         with contextlib.suppress(FileExistsError):  # whoever links first is right, and nobody reads half a key
             os.link(aside, path)
-        aside.unlink()
+        Path(aside).unlink()
     if path.stat().st_mode & 0o077:
         path.chmod(0o600)
     key = path.read_text().strip()

@@ -90,10 +90,13 @@ def lock_file() -> Path:
     raise ConfigError("lock", LOCK, "is not in this installation; install agentguard-vllm again")
 
 
-def prepare(lock: Path | None = None, progress: Progress = lambda done, of: None) -> Path:
+def prepare(
+    lock: Path | None = None, progress: Progress = lambda done, of: None, on_wait: Callable[[], None] = lambda: None
+) -> Path:
     """LiteLLM's command in its own environment, which is made if it is not there yet (about 90 s). Blocks.
 
-    ``lock``: another lock than ours, for another platform. Two calls at a time make one environment. Raises ConfigError for a lock
+    ``lock``: another lock than ours, for another platform. Two calls at a time make one environment, and the later one calls
+    ``on_wait`` before it waits for the other. Raises ConfigError for a lock
     or a Python that cannot be used, EngineStartError when pip fails.
     """
     lock = lock or lock_file()
@@ -111,7 +114,7 @@ def prepare(lock: Path | None = None, progress: Progress = lambda done, of: None
         raise ConfigError(
             "XDG_CACHE_HOME", str(root.parent), f"cannot be made ({error.strerror}); name a folder that can"
         ) from None
-    with _only_one(root.parent / f"{root.name}.lock") as held:
+    with _only_one(root.parent / f"{root.name}.lock", on_wait) as held:
         if not stamp.is_file():  # the stamp is written last
             shutil.rmtree(root, ignore_errors=True)
             _make(python, root, lock, len(pins), progress, held)
@@ -142,9 +145,13 @@ def _python(lock: Path) -> str:
 
 
 @contextmanager
-def _only_one(path: Path) -> Iterator[int]:
+def _only_one(path: Path, on_wait: Callable[[], None]) -> Iterator[int]:
     with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            on_wait()
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield file.fileno()
 
 

@@ -60,21 +60,30 @@ async def gateway_for(backend: Backend) -> AsyncIterator[Gateway]:
             note = f"guards {info.model}, engine log: {stack.engine.log}"
             yield Gateway(stack.url, info.model, info.max_model_len, note, stack.until_engine_ends)
     else:
-        url = (backend.gateway or GATEWAY).rstrip("/").removesuffix("/v1")
+        url = gateway_url(backend)
         model, window = await model_of(url, backend.gateway_key)
         yield Gateway(url, model, window, f"runs already, guards {model}")
 
 
+def gateway_url(backend: Backend) -> str:
+    """Of the gateway that runs already, without /v1."""
+    return (backend.gateway or GATEWAY).rstrip("/").removesuffix("/v1")
+
+
 async def model_of(url: str, key: str | None) -> tuple[str, int]:
-    """The model behind a gateway and its window (0: not told). Raises ConfigError when nobody answers, and for a wrong key."""
+    """The model behind a gateway and its window (0: not told). Raises ConfigError when nobody answers, for a wrong key, and for a
+    server that is no gateway of ours."""
     async with http_client(url, timeout=10, headers={"Authorization": f"Bearer {key}"} if key else None) as client:
         try:
             reply = await client.get("/v1/models")
+            ours = await client.get("/agentguard/sessions")
         except httpx2.TransportError as error:
             what = "give a MODEL to serve, --upstream for a server that runs already, or --gateway for a gateway elsewhere"
             raise ConfigError("gateway", url, f"nobody answers there ({type(error).__name__}); {what}") from None
     if reply.status_code == 401:
         raise ConfigError("gateway", url, "wants another key; set AGENTGUARD_API_KEY")
+    if ours.status_code == 404:
+        raise ConfigError("gateway", url, "answers, but is no gateway of ours; put one in front of it with --upstream")
     try:
         first = reply.json()["data"][0]
         return str(first["id"]), int(first.get("max_model_len") or 0)

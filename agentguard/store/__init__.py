@@ -24,6 +24,11 @@ class StoreError(AgentGuardError):
     """The store cannot be reached or read; what was to be written is kept and tried again."""
 
     exit_code = 3
+    code = "store_away"
+
+
+class StoreRefusedError(StoreError):
+    """The store answered, and will not take this one however often it is sent."""
 
 
 class Store(Protocol):

@@ -7,6 +7,7 @@ store has it. While the store is away a reservation fails at once: whether the s
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -15,9 +16,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING
 
-import structlog
-
-from agentguard.store import StoreError
+from agentguard.errors import loggable
+from agentguard.store import StoreError, StoreRefusedError
 from agentguard.store.accounts import Ask, Grant, Key, Refusal, Settlement
 from agentguard.store.sessions import MemorySessions, SessionStore
 from agentguard.tasks import owned_task
@@ -25,8 +25,8 @@ from agentguard.tasks import owned_task
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-logger = structlog.get_logger(__name__)
-PATIENCE_S = 2.0
+logger = logging.getLogger(__name__)
+PATIENCE_S = 5.0
 """How long a step waits for the store."""
 RETRY_S = 0.5
 """Between two tries while it is away."""
@@ -101,7 +101,9 @@ class Books:
             _, oldest = self._queue.popitem(last=False)
             oldest.done.set()
             if not self.given_up:
-                logger.error("settlements_given_up", waiting=QUEUE, remedy="the store is away for too long; see its log")
+                logger.error(
+                    "settlements_given_up", extra={"waiting": QUEUE, "remedy": "the store is away for too long; see its log"}
+                )
             self.given_up += 1
         self._wake.set()
         return posted.done
@@ -121,17 +123,26 @@ class Books:
                         while self._queue:
                             await next(iter(self._queue.values())).done.wait()
                 except TimeoutError:
-                    logger.error("settlements_lost", waiting=len(self._queue), store=self.away)
+                    logger.error("settlements_lost", extra={"waiting": len(self._queue), "store": self.away})
 
     async def _settle(self) -> None:
         while True:
             await self._wake.wait()
             self._wake.clear()
+            size = BATCH
             while self._queue:
-                batch = list(islice(self._queue.values(), BATCH))
+                batch = list(islice(self._queue.values(), size))
                 try:
                     async with asyncio.timeout(PATIENCE_S):
                         numbers = await self.store.settle([(posted.key, posted.settlement) for posted in batch])
+                except StoreRefusedError as error:
+                    if size == 1:  # the others must not wait for it for ever
+                        logger.error("settlement_refused", extra={"session": str(batch[0].key), "error": loggable(error)})
+                        self._queue.pop(batch[0].settlement.step, None)
+                        self.given_up += 1
+                        batch[0].done.set()
+                    size = 1 if size > 1 else BATCH
+                    continue
                 except (StoreError, TimeoutError) as error:
                     self._failed(error)
                     await asyncio.sleep(RETRY_S)
@@ -144,7 +155,7 @@ class Books:
                     posted.done.set()
 
     async def _renew(self) -> None:
-        swept = time.monotonic()
+        swept, wall = time.monotonic(), time.time()
         while True:
             await asyncio.sleep(self.lease_s / 4)
             try:
@@ -153,19 +164,24 @@ class Books:
                         seen = {step: (key, count()) for step, (key, count) in self._running.items()}
                         await self.store.renew(seen, self.lease_s)
                     if time.monotonic() - swept >= SWEEP_S:
-                        swept = time.monotonic()
-                        await self.store.sweep(self._retention_s)
+                        passed, jumped = time.monotonic() - swept, time.time() - wall
+                        swept, wall = time.monotonic(), time.time()
+                        if abs(jumped - passed) < SWEEP_S:
+                            await self.store.sweep(self._retention_s)
+                        else:  # every session would look old after a leap of the clock
+                            remedy = "no session is swept this time"
+                            logger.warning("clock_jumped", extra={"seconds": round(jumped - passed), "remedy": remedy})
             except (StoreError, TimeoutError) as error:
                 self._failed(error)
 
     def _failed(self, error: Exception) -> StoreError:
         reason = str(error) or f"the store did not answer within {PATIENCE_S} s"
         if not self.away:  # once, not at every step
-            logger.warning("session_store_unreachable", error=reason)
+            logger.warning("session_store_unreachable", extra={"error": reason})
         self.away, self._retry_at = reason, time.monotonic() + RETRY_S
         return StoreError(reason)
 
     def _answered(self) -> None:
         if self.away:
-            logger.info("session_store_back", waiting=len(self._queue))
+            logger.info("session_store_back", extra={"waiting": len(self._queue)})
         self.away = ""

@@ -14,17 +14,20 @@ from typing import Any, TypeVar, cast
 
 from redis import asyncio as redis
 from redis.driver_info import DriverInfo
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 
-from agentguard.store import StoreError
+from agentguard.store import StoreError, StoreRefusedError
 from agentguard.store.accounts import KEPT_S, LOG, Ask, Grant, Key, Meters, Refusal, Settlement
 from agentguard.store.sessions import SESSIONS_PER_CALLER
 
 T = TypeVar("T")
 PREFIX = "agentguard:"
 VERSION = 1
-RETENTION_S = 90 * 86_400
+RETENTION_S = 400 * 86_400
+"""For what no gateway sweeps any more; a recipe's own retention is at most a year."""
 TIMEOUT_S = 5.0
+_PASSES = ("MISCONF", "OOM", "BUSY", "CLUSTERDOWN", "MASTERDOWN", "TRYAGAIN", "LOADING")
+"""Errors of a server's state, which another try may not meet."""
 _COMMON = """
 local P, KEPT, LOG = 'agentguard:', __KEPT__, __LOG__
 local t = redis.call('TIME')
@@ -143,7 +146,7 @@ if raw then
   local held = cjson.decode(raw)
   redis.call('HDEL', h, step)
   if held[5] == 1 then
-    redis.call('HINCRBY', s, 'tokens', int(-held[4]))
+    redis.call('HINCRBY', s, 'tokens', int(0 - held[4]))
     redis.call('HINCRBY', s, 'lost', int(held[4] - held[1]))
   end
 end
@@ -272,14 +275,14 @@ class RedisSessions:
         return Grant(int(first), int(second), _meters(before), tuple((int(seq), text) for seq, text in records))
 
     async def settle(self, batch: Sequence[tuple[Key, Settlement]]) -> list[int]:
-        return [
-            int(
-                await self._run(
-                    "settle", *self._head(key), s.step, s.tokens, s.think, s.closes, int(s.undo), "" if s.undo else s.record
-                )
-            )
-            for key, s in batch
-        ]
+        """In one round trip."""
+        script = self._scripts["settle"]
+        async with self._client.pipeline(transaction=False) as pipe:
+            for key, s in batch:
+                record = "" if s.undo else s.record
+                arguments: list[str | int | float] = [*self._head(key), s.step, s.tokens, s.think, s.closes, int(s.undo), record]
+                await script(keys=[], args=arguments, client=pipe)
+            return [int(number) for number in await self._do(pipe.execute())]
 
     async def renew(self, seen: Mapping[str, tuple[Key, int]], lease_s: float) -> None:
         rows = [part for step, (key, tokens) in seen.items() for part in (str(key), step, tokens)]
@@ -294,7 +297,8 @@ class RedisSessions:
         callers = await self._do(cast("Awaitable[set[str]]", self._client.smembers(f"{PREFIX}callers")))
         found: list[tuple[float, str, str]] = []
         for caller in sorted(callers):
-            latest = await self._do(self._client.zrevrange(f"{PREFIX}c:{caller}", 0, limit - 1, withscores=True))
+            ranked = self._client.zrevrange(f"{PREFIX}c:{caller}", 0, limit - 1, withscores=True)
+            latest = await self._do(cast("Awaitable[list[tuple[str, float]]]", ranked))
             found += [(score, caller, name) for name, score in latest]
         found = sorted(found, reverse=True)[:limit]
         async with self._client.pipeline(transaction=False) as pipe:
@@ -308,7 +312,8 @@ class RedisSessions:
         if session is not None:
             names = [str(Key(caller, session))]
         else:
-            names = await self._do(self._client.zrange(f"{PREFIX}c:{caller}", 0, -1))
+            ranked = self._client.zrange(f"{PREFIX}c:{caller}", 0, -1)
+            names = await self._do(cast("Awaitable[list[str]]", ranked))
         gone = 0
         for start in range(0, len(names), 256):
             gone += int(await self._run("forget", caller, *names[start : start + 256]))
@@ -329,12 +334,18 @@ class RedisSessions:
     async def _do(self, work: Awaitable[T]) -> T:
         try:
             return await work
+        except ResponseError as error:
+            if type(error) is ResponseError and not str(error).startswith(_PASSES):
+                raise StoreRefusedError(f"store={self._url}: {error}") from None
+            raise StoreError(f"store={self._url}: {error}") from None
         except (RedisError, OSError) as error:
             raise StoreError(f"store={self._url}: {error}; is Redis running there?") from None
 
 
 def _meters(flat: Sequence[str]) -> Meters:
     row = dict(zip(flat[::2], flat[1::2], strict=True))
-    numbers = [int(row.get(name, 0)) for name in ("steps", "tokens", "think", "closes", "lost", "seq")]
+    steps, tokens, think, closes, lost, seq = (
+        int(row.get(name, 0)) for name in ("steps", "tokens", "think", "closes", "lost", "seq")
+    )
     raised = {name.removeprefix("raised:"): int(value) for name, value in row.items() if name.startswith("raised:")}
-    return Meters(row.get("born", ""), *numbers, raised)
+    return Meters(row.get("born", ""), steps, tokens, think, closes, lost, seq, raised)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from agentguard.store import StoreError, accounts
+from agentguard.store import StoreError, StoreRefusedError, accounts
 from agentguard.store.accounts import KEPT_S, LOG, Account, Ask, Grant, Held, Key, Meters, Refusal, Settlement
 from agentguard.store.migrations import connect
 from agentguard.store.sessions import SESSIONS_PER_CALLER
@@ -208,6 +208,8 @@ class SqliteSessions:
 
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, run)
+        except (sqlite3.IntegrityError, sqlite3.ProgrammingError, sqlite3.DataError) as error:
+            raise StoreRefusedError(f"store=sqlite:{self._path}: {error}") from None
         except sqlite3.Error as error:
             raise StoreError(f"store=sqlite:{self._path}: {error}; is the disk full, or the file gone?") from None
 

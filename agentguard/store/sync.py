@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import uuid
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
-
-import structlog
 
 from agentguard.economics.cells import Cell
 from agentguard.economics.netwin import Switch
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 
     from agentguard.economics.ledger import Ledger
 
-logger = structlog.get_logger(__name__)
+logger = logging.getLogger(__name__)
 EVERY_S = 1.0
 _BETWEEN = "\t"
 
@@ -57,7 +56,7 @@ async def exchange(ledger: Ledger, store: Store, setup: str = "") -> None:
         try:
             theirs = Switch.from_json(json.loads(text))
         except (ValueError, TypeError, KeyError) as error:
-            logger.warning("switch_unreadable", name=name, error=repr(error))
+            logger.warning("switch_unreadable", extra={"cell": name, "error": repr(error)})
             continue
         mine = ledger.switches.get(key)
         if mine is None or theirs.moves > mine.moves:
@@ -83,7 +82,7 @@ async def synced(ledger: Ledger, store: Store, setup: str = "", every_s: float =
                 failed = False
             except StoreError as error:
                 if not failed:  # once, not every second
-                    logger.warning("store_unreachable", error=str(error))
+                    logger.warning("store_unreachable", extra={"error": str(error)})
                 failed = True
 
     async with owned_task(keep(), "store"):
@@ -92,4 +91,4 @@ async def synced(ledger: Ledger, store: Store, setup: str = "", every_s: float =
         await exchange(ledger, store, setup)  # what a cancelled exchange had begun
         await exchange(ledger, store, setup)  # what came since
     except StoreError as error:
-        logger.error("store_lost", error=str(error), cells=len(ledger.pending))
+        logger.error("store_lost", extra={"error": str(error), "cells": len(ledger.pending)})

@@ -19,7 +19,6 @@ from agentguard.engines.vllm_process import describe
 from agentguard.errors import EngineError
 from agentguard.events import RuleSwitched
 from agentguard.gateway.server import Stack, serve_stack
-from agentguard.study.closing import Closing, Mode, run_closing, summarise_closing
 from agentguard.study.grid import Grid, fresh_engines, run_grid
 from agentguard.study.guarded import GuardResult, summarise_guard
 from agentguard.study.provenance import command_line, provenance
@@ -46,7 +45,6 @@ class Outcome:
     rows: list[ArmResult]
     events: Path
     guard: GuardResult | None = None
-    closing: list[Closing] | None = None
 
 
 async def run_study(
@@ -54,26 +52,17 @@ async def run_study(
     policy: Policy,
     events: Path,
     *,
-    close: Mode | None = None,
     on_ready: Callable[[Stack], None] = lambda _: None,
     on_step: Callable[[], None] = lambda: None,
 ) -> Outcome:
-    """Serve the policy's models, run the plan through the gateway and summarise the recording. ``close`` makes it a study of
-    closing traces (closing.py).
+    """Serve the policy's models, run the plan through the gateway and summarise the recording.
 
     Raises EngineDiedError as soon as the engine's process ends, whatever the sessions are doing.
     """
     async with serve_stack(policy) as stack:
         on_ready(stack)
         async with record(stack.hub, events), gateway_client(stack) as client:
-            work = (
-                run(plan, client, stack.guard.info.model, stack.hub, on_step)
-                if close is None
-                else run_closing(plan, close, stack, on_step)
-            )
-            await _unless_engine_ends(stack, work)
-    if close is not None:
-        return Outcome(plan, policy, [], events, closing=await asyncio.to_thread(lambda: summarise_closing(replay(events))))
+            await _unless_engine_ends(stack, run(plan, client, stack.guard.info.model, stack.hub, on_step))
     if plan.guarded:
         return Outcome(plan, policy, [], events, await asyncio.to_thread(_guard_result, policy, events))
     return Outcome(plan, policy, await asyncio.to_thread(lambda: summarise(replay(events))), events)
@@ -179,7 +168,4 @@ def write_json(outcome: Outcome, path: Path) -> None:
                 "switches": [msgspec.to_builtins(s) for s in outcome.guard.switches],
             }
         )
-    if outcome.closing is not None:
-        *others, last = outcome.closing
-        document["close"] = last.as_json() | {"compared": [row.as_json() for row in others]}
     path.write_text(json.dumps(document, indent=1) + "\n")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import mul
-from typing import TypeVar
+from typing import Any, TypeVar
 
 RESAMPLES = 2000
 MEDIAN_RESAMPLES = 400
@@ -70,32 +70,43 @@ def bootstrap(columns: Sequence[Column], statistic: Statistic, *, null: float | 
     return _estimate(value, draws, RESAMPLES, n, null)
 
 
-def median(values: Sequence[Sequence[float]], *, seed: int = 0) -> Estimate | None:
-    """The median of all values pooled; ``values``: a sequence for each session, which are resampled whole. None without a value."""
-    pooled = sorted((value, i) for i, session in enumerate(values) for value in session)
-    if not pooled:
+def median(values: Sequence[Mapping[Any, int]], *, seed: int = 0) -> Estimate | None:
+    """The median of all values pooled; ``values``: for each session how often it has each, sessions are resampled whole.
+
+    None without a value. Values are walked from the lowest one up, and of ranks most are 1: the cost is that of a few columns.
+    """
+    n = len(values)
+    totals = [sum(session.values()) for session in values]
+    if not sum(totals):
         return None
-    ordered, owners = [value for value, _ in pooled], [i for _, i in pooled]
-    draws = []
-    for weights in _weights(len(values), MEDIAN_RESAMPLES, seed):
-        drawn = _weighted_median(ordered, [weights[i] for i in owners])
-        if drawn is not None:
-            draws.append(drawn)
-    whole = _weighted_median(ordered, [1] * len(ordered))
+    where: dict[float, list[tuple[int, int]]] = {}
+    for i, session in enumerate(values):
+        for value, count in session.items():
+            where.setdefault(value, []).append((i, count))
+    ordered = sorted(where.items())
+    whole = _weighted_median(ordered, [1] * n, sum(totals))
     assert whole is not None
-    return _estimate(whole, draws, MEDIAN_RESAMPLES, len(values), None)
+    drawn = (_weighted_median(ordered, weights, sum(map(mul, weights, totals))) for weights in _weights(n, MEDIAN_RESAMPLES, seed))
+    return _estimate(whole, [one for one in drawn if one is not None], MEDIAN_RESAMPLES, n, None)
 
 
-def _weighted_median(ordered: Sequence[float], weights: Sequence[int]) -> float | None:
-    """The median where value i stands ``weights[i]`` times; between two values their mean. ``ordered`` ascends."""
-    total, seen = sum(weights), 0
-    for i, weight in enumerate(weights):
-        seen += weight
+def _weighted_median(
+    ordered: Sequence[tuple[float, Sequence[tuple[int, int]]]], weights: Sequence[int], total: int
+) -> float | None:
+    """The median where session i counts ``weights[i]`` times; between two values their mean. ``ordered``: ascending values, each
+    with its (session, count)s; total: of all counts, weighted."""
+    seen, below = 0, None
+    for value, counts in ordered:
+        here = sum(weights[i] * count for i, count in counts)
+        if not here:
+            continue
+        if below is not None:
+            return (below + value) / 2
+        seen += here
         if 2 * seen > total:
-            return ordered[i]
-        if total and 2 * seen == total:
-            following = next(j for j in range(i + 1, len(weights)) if weights[j])
-            return (ordered[i] + ordered[following]) / 2
+            return value
+        if 2 * seen == total:
+            below = value
     return None
 
 
@@ -129,8 +140,8 @@ def mcnemar(gained: int, lost: int) -> float:
     n, k = gained + lost, min(gained, lost)
     if n == 0:
         return 1.0
-    tail = sum(math.comb(n, i) for i in range(k + 1)) / 2**n
-    return min(1.0, 2 * tail)
+    tail = sum(math.comb(n, i) for i in range(k + 1))
+    return min(1.0, 2 * tail / (1 << n))
 
 
 def holm(ps: Mapping[K, float]) -> dict[K, float]:

@@ -97,6 +97,8 @@ class Closing:
     bound_regressed: int
     empty: int
     closed: dict[str, int]
+    minus_fixed: Estimate | None = None
+    """Of the budget-bound runs: share of right ones minus that under the fixed close."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +138,8 @@ class Arm:
     """Accepted, and strict would have accepted them on the same coin."""
     relaxed_tokens: Tokens
     """Accepted only because the rule relaxes."""
+    relaxed_places: list[float]
+    """Quantiles of their places in the output (`QUANTILES`)."""
     hesitations: dict[str, int]
     """Hesitation words among ``relaxed_tokens``."""
     hesitation_share: Estimate | None
@@ -220,7 +224,8 @@ class Summary:
         closed = [arm for arm in self.arms if arm.rule == "strict" and arm.closing is not None]
         if closed:
             document["close"] = _close(closed)
-        return finite(document)
+        rounded: dict[str, Any] = finite(document)
+        return rounded
 
     def to_json(self) -> str:
         return json.dumps(self.as_json(), indent=1) + "\n"
@@ -238,14 +243,19 @@ def finite(value: Any) -> Any:
 def _close(arms: list[Arm]) -> dict[str, Any]:
     """What closing does under strict, over the budget-bound runs; the last way of closing, and with what it was compared."""
     rows = []
-    for arm in arms:
+    for arm in sorted(arms, key=lambda arm: arm.close == "adaptive"):
         closing = arm.closing
         assert closing is not None
+        compared: dict[str, Any] = {}
+        if closing.minus_fixed is not None:
+            found = closing.minus_fixed
+            compared = {"right_minus_fixed": found.value, "right_minus_fixed_ci": [found.low, found.high]}
         rows.append(
             {
                 "mode": arm.close, "budget": closing.budget, "n": closing.bound, "rescued": closing.bound_rescued,
                 "regressed": closing.bound_regressed, "empty": closing.empty, "right": closing.bound_right,
                 "right_off": closing.bound_right_off, "closed": closing.closed,
+                **compared,
             }
         )  # fmt: skip
     return rows[-1] | {"compared": rows[:-1]}
@@ -370,7 +380,7 @@ def _arm(sessions: Sessions, strict: Sessions, cells: Mapping[tuple[str, str], S
             bootstrap(
                 ([r.stats.strict_p for r in records], [r.stats.strict_n for r in records]), lambda s: s[0] / s[1] if s[1] else None
             ),
-            median([[rank for rank, n in r.stats.strict_rank.items() for _ in range(n)] for r in records]),
+            median([r.stats.strict_rank for r in records]),
         ),
         relaxed_tokens=Tokens(
             sum(map(len, relaxed)),
@@ -378,8 +388,9 @@ def _arm(sessions: Sessions, strict: Sessions, cells: Mapping[tuple[str, str], S
                 ([math.fsum(t.p for t in tokens) for tokens in relaxed], [len(tokens) for tokens in relaxed]),
                 lambda s: s[0] / s[1] if s[1] else None,
             ),
-            median([[t.rank for t in tokens] for tokens in relaxed]),
+            median([Counter(t.rank for t in tokens) for tokens in relaxed]),
         ),
+        relaxed_places=quantiles([t.place for tokens in relaxed for t in tokens], QUANTILES),
         hesitations=_summed(r.stats.relaxed_words for r in records),
         hesitation_share=bootstrap(
             ([sum(r.stats.relaxed_words.values()) for r in records], [len(tokens) for tokens in relaxed]),
@@ -404,7 +415,7 @@ def _arm(sessions: Sessions, strict: Sessions, cells: Mapping[tuple[str, str], S
             if spec.filtered and spec.name != "strict"
             else None
         ),
-        closing=_closing(sessions, cells.get((sessions.rule, "off")), budget) if sessions.close != "off" and budget else None,
+        closing=_closing(sessions, cells, budget) if sessions.close != "off" and budget else None,
     )
 
 
@@ -488,8 +499,8 @@ def extra(mine: Sessions, theirs: Sessions) -> Extra | None:
         after_share=bootstrap((before, after), lambda s: s[1] / (s[0] + s[1]) if s[0] + s[1] > 0 else None) if longer else None,
         proved=len(proved),
         proved_strict=len(proved_strict),
-        place=median([[p] for p in proved]),
-        place_strict=median([[p] for p in proved_strict]),
+        place=median([{p: 1} for p in proved]),
+        place_strict=median([{p: 1} for p in proved_strict]),
     )
 
 
@@ -529,7 +540,8 @@ def _against(sessions: Sessions, cells: Mapping[tuple[str, str], Sessions], othe
     )
 
 
-def _closing(closed: Sessions, free: Sessions | None, budget: int) -> Closing | None:
+def _closing(closed: Sessions, cells: Mapping[tuple[str, str], Sessions], budget: int) -> Closing | None:
+    free = cells.get((closed.rule, "off"))
     if free is None:
         return None
     mine, theirs = _paired(closed, free)
@@ -540,6 +552,15 @@ def _closing(closed: Sessions, free: Sessions | None, budget: int) -> Closing | 
     assert pairs is not None
     traces = theirs.column("think_tokens")
     bound = [(a, b) for a, b, think in zip(after, before, traces, strict=True) if think >= BOUND * budget]
+    numbers = [n for n, think in zip(theirs.by_number, traces, strict=True) if think >= BOUND * budget]
+    fixed = cells.get((closed.rule, "fixed")) if closed.close == "adaptive" else None
+    both = [n for n in numbers if fixed is not None and n in fixed.by_number]
+    minus_fixed = None
+    if fixed is not None and both:
+        one, other = mine.on(both).right, fixed.on(both).right
+        assert one is not None
+        assert other is not None
+        minus_fixed = difference([float(r) for r in one], [float(r) for r in other])
     reasons = Counter(r.steps[0].finished.closed or "none" for r in mine.records)
     return Closing(
         budget=budget,
@@ -556,6 +577,7 @@ def _closing(closed: Sessions, free: Sessions | None, budget: int) -> Closing | 
         bound_regressed=sum(b and not a for a, b in bound),
         empty=sum(r.steps[0].finished.empty_answer for r in mine.records),
         closed=dict(sorted(reasons.items())),
+        minus_fixed=minus_fixed,
     )
 
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from rich.table import Table
 
 from agentguard.economics.ratios import Ratio
-from agentguard.study.closing import Closing
 from agentguard.study.inference import Estimate
 from agentguard.study.probe import ProbeResult
 from agentguard.study.results import ArmResult
@@ -78,18 +77,6 @@ def _of(estimate: Estimate | None) -> str:
     if estimate is None:
         return "—"
     return f"{estimate.value:.2f}" if estimate.low == estimate.high else str(estimate)
-
-
-def render_closing(rows: Sequence[Closing], title: str) -> Table:
-    """A line for each way of closing, over the budget-bound runs."""
-    table = Table(title=title, caption=f"budget-bound: {rows[0].n} runs that pass 85 % of {rows[0].budget} tokens inside the trace")
-    for heading in ("close", "right", "rescued", "regressed", "empty", "closed by", "right - fixed"):
-        table.add_column(heading)
-    for row in rows:
-        difference = "—" if row.difference is None else "{:+.1%} [{:+.1%}, {:+.1%}]".format(*row.difference)
-        reasons = ", ".join(f"{reason} {n}" for reason, n in row.closed.items())
-        table.add_row(row.mode, str(row.right), str(row.rescued), str(row.regressed), str(row.empty), reasons, difference)
-    return table
 
 
 def render_tts(rows: Sequence[Against], title: str) -> Table:

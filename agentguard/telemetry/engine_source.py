@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 import msgspec
-import structlog
 import zmq
 import zmq.asyncio
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from agentguard.telemetry.hub import Hub
 
-logger = structlog.get_logger(__name__)
+logger = logging.getLogger(__name__)
 HIGH_WATER = 1024
 
 
@@ -40,7 +40,7 @@ async def engine_source(hub: Hub, endpoint: str) -> AsyncIterator[None]:
             try:
                 frame = decode_msgpack(raw)
             except msgspec.DecodeError as error:
-                logger.warning("frame_unreadable", endpoint=endpoint, bytes=len(raw), error=str(error))
+                logger.warning("frame_unreadable", extra={"endpoint": endpoint, "bytes": len(raw), "error": str(error)})
                 continue
             if isinstance(frame, VerificationStep):
                 requests = [msgspec.structs.replace(r, request=client_id(r.request)) for r in frame.requests]

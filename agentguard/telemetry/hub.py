@@ -19,12 +19,14 @@ class Subscription:
         self.dropped = 0
 
     def put(self, event: Event) -> None:
+        """Never waits; drops the oldest event where there is no room."""
         if self._queue.full():
             self._queue.get_nowait()
             self.dropped += 1
         self._queue.put_nowait(event)
 
     async def get(self) -> Event:
+        """The oldest event that is left; waits for one."""
         return await self._queue.get()
 
     async def __aiter__(self) -> AsyncIterator[Event]:
@@ -39,6 +41,7 @@ class Hub:
         self._sinks: list[Sink] = []
 
     def publish(self, event: Event) -> None:
+        """Call every sink with the event, in the order in which they came. What a sink raises reaches the publisher."""
         for sink in self._sinks:
             sink(event)
 
@@ -53,6 +56,7 @@ class Hub:
 
     @contextmanager
     def subscribe(self, limit: int = 1024) -> Iterator[Subscription]:
+        """A queue of at most ``limit`` events while the block runs."""
         subscription = Subscription(limit)
         with self.sink(subscription.put):
             yield subscription

@@ -32,6 +32,7 @@ class Recorder:
         self._lines: list[bytes] = []
 
     def take(self, event: Event) -> None:
+        """The sink: keeps the event for the next write; telemetry beyond the backlog is dropped and counted."""
         if self.failure is not None:
             return
         if isinstance(event, VerificationStep) and len(self._lines) >= TELEMETRY_BACKLOG:

@@ -15,17 +15,13 @@ def run(options: Options) -> int:
         from agentguard.tui.web import serve
 
         return serve(options)
-    import structlog
-
+    from agentguard import logs
     from agentguard.monitor.live import open_monitor
     from agentguard.tui.app import MonitorApp
     from agentguard.tui.glyphs import GLYPHS
     from agentguard.tui.settings import load
 
-    def drop(*_: object) -> dict[str, object]:
-        raise structlog.DropEvent  # a log line would tear the screen; what matters is in the event log
-
-    structlog.configure(processors=[drop])
+    logs.silence()  # a line would tear the screen
     GLYPHS.ascii = options.ascii
     app = MonitorApp(options, lambda: open_monitor(options), load(options.theme))
     # Textual reads keys from stdin and draws on stderr; under --web its driver is another one

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -83,22 +85,25 @@ def _padded(blocks: int) -> int:
     return 1 << max(0, blocks - 1).bit_length()
 
 
-def warm_up(vocab: int, draft: Tensor, *, tuned: bool, end: int) -> None:
+def warm_up(
+    vocab: int, draft: Tensor | None, steps: int, device: torch.device, dtypes: Iterable[torch.dtype], *, tuned: bool, end: int
+) -> None:
     """Compile what a step launches, and find the block size where ``tuned``, before a request waits for it.
 
-    draft: the draft's logits the engine will hand over, [slots, K, Vd]; nothing is written to it. Index types are those of Model
+    draft: the draft's logits the engine will hand over, [slots, K, Vd], None where it keeps none; nothing is written to it. dtypes:
+    in which the engine may hand over the target's logits; rows are rewritten in float32 only. Index types are those of Model
     Runner V2.
     """
-    device, steps = draft.device, draft.shape[1]
     slot = torch.zeros(steps + 1, dtype=torch.int64, device=device)
     token = torch.zeros(steps + 1, dtype=torch.int32, device=device)
     ends = torch.tensor([0, steps + 1], dtype=torch.int32, device=device)
     step = torch.arange(steps + 1, dtype=torch.int32, device=device)
     heat, rules = torch.ones(1, device=device), torch.zeros(1, table.WIDTH, device=device)
     inside = torch.full((steps + 1,), -1, dtype=torch.int32, device=device)
-    target = torch.zeros(steps + 1, vocab, device=device)
-    for listened in (False, True):
-        batch = layout(ends, slot[:1], slot, step, token, heat, rules, inside, target, draft, listened=listened)
-        stats, verdict = statistics(batch, rules, end=end, tuned=tuned)
-        for sums in (False, True):
-            rewrite(batch, rules, stats, verdict, sums=sums, tuned=tuned)
+    for dtype in sorted({torch.float32, *dtypes}, key=str):
+        target = torch.zeros(steps + 1, vocab, device=device, dtype=dtype)
+        for listened in (False, True):
+            batch = layout(ends, slot[:1], slot, step, token, heat, rules, inside, target, draft, listened=listened)
+            stats, verdict = statistics(batch, rules, end=end, tuned=tuned)
+            for sums in (False, True) if draft is not None and dtype == torch.float32 else ():
+                rewrite(batch, rules, stats, verdict, sums=sums, tuned=tuned)

@@ -2,7 +2,10 @@
 accepted.
 
 On CUDA the copies to the host are asynchronous: a step's frame leaves with a later step, when its event has passed. Nothing waits:
-a full queue, or more than `HELD` steps under way, drop a frame, and the next one carries the tokens it had."""
+a full queue, or more than `HELD` steps under way, drop a frame, and the next one carries the tokens it had.
+
+Runner V1 knows a request's tokens on the host (`before`). V2 has them on the device, where they come along with the laws
+(`Committed`), and which of them the trainer lacks is found out when they arrive."""
 
 from __future__ import annotations
 
@@ -28,15 +31,36 @@ HIDDEN_BYTES = 4 << 20
 MB, and packing it a stop of 70 ms. The frame of a round of eight requests has 1.4 MB of them."""
 
 
+_Facts = tuple[int, int, list[int], int]  # position of the first drafted token, since, tokens since then, output tokens
+
+
 @dataclass(frozen=True, slots=True)
 class Seen:
     """One request in a step: its place in the batch, and rows start … stop of the step's tensors."""
 
     index: int
     request: str
-    state: Any  # the runner's record: prompt_token_ids, output_token_ids, sampling_params
+    state: (
+        Any  # the runner's record, another one where an id is used again: sampling_params; on V1 prompt_token_ids, output_token_ids
+    )
     start: int
     stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """What a step's requests had committed before it, on its way to the host: lengths [n], prompt and output together; prompts, of
+    which so many are the prompt's; tokens [n, window], the last ones, behind which nothing is left out."""
+
+    lengths: Tensor
+    prompts: list[int]
+    tokens: Tensor
+
+    def facts(self, n: int, known: int) -> _Facts:
+        """Of request n, of which the trainer has ``known`` tokens."""
+        start, window = int(self.lengths[n]), self.tokens.shape[-1]
+        since = max(known, start - window, 0)
+        return start, since, self.tokens[n, window - (start - since) :].tolist(), start - self.prompts[n]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +94,11 @@ class _States:
 
 
 @dataclass(slots=True)
-class _Step:
+class Step:
     """A step on its way to the host. event: None where the tensors are there already."""
 
     seen: Sequence[Seen]
-    facts: list[tuple[int, int, list[int], int]]  # position, since, tokens, output tokens
+    facts: list[_Facts] | Committed
     p: Rows
     q: Tensor | None
     drafts: Tensor
@@ -100,7 +124,7 @@ class Capture:
         self._socket.bind(endpoint)
         self._members: dict[str, Any] = {}
         self._sent: dict[str, tuple[Any, int]] = {}
-        self._held: deque[_Step] = deque()
+        self._held: deque[Step] = deque()
         self._states: dict[str, _States] = {}
 
     def forget(self, window: int, width: int) -> None:
@@ -127,16 +151,26 @@ class Capture:
     def before(
         self, seen: Sequence[Seen], logits: Tensor, q: Tensor | None, drafts: Tensor, forced: Tensor, *, epoch: int, version: int,
         round_ms: float,
-    ) -> _Step:  # fmt: skip
+    ) -> Step:  # fmt: skip
         """Take the laws before verification, which a relaxed rule rewrites. logits, q: [rows, V]; drafts, forced: [rows]."""
-        seen = [s for s in self._chosen(seen) if s.stop > s.start]  # one in the middle of its prompt has no rows, and sends nothing
+        seen = self.chosen(seen)
         p = top_k(logits, self.width)
-        log_q = None if q is None else _copy(p.of(q).log().float())
+        log_q = None if q is None else p.of(q).log().float()
         facts = [self._facts(s) for s in seen]
-        hidden = [self._pieces(s) for s in seen]
-        return _Step(seen, facts, _host(p), log_q, _copy(drafts), _copy(forced), None, epoch, version, round_ms, hidden)
+        return self.taken(seen, facts, p, log_q, drafts, forced, epoch=epoch, version=version, round_ms=round_ms)
 
-    def after(self, step: _Step, out: Tensor) -> None:
+    def taken(
+        self, seen: Sequence[Seen], facts: list[_Facts] | Committed, p: Rows, log_q: Tensor | None, drafts: Tensor, forced: Tensor,
+        *, epoch: int, version: int, round_ms: float,
+    ) -> Step:  # fmt: skip
+        """Start a step's way to the host. seen: `chosen`, with rows of these tensors; p, log_q: over the same tokens."""
+        hidden = [self._pieces(s) for s in seen]
+        if isinstance(facts, Committed):
+            facts = Committed(_copy(facts.lengths), facts.prompts, _copy(facts.tokens))
+        log_q = None if log_q is None else _copy(log_q)
+        return Step(seen, facts, _host(p), log_q, _copy(drafts), _copy(forced), None, epoch, version, round_ms, hidden)
+
+    def after(self, step: Step, out: Tensor) -> None:
         """``out``: [requests, K + 1] what the step committed, -1 behind. Sends every step whose copies have arrived."""
         step.out = _copy(out)
         if out.is_cuda:
@@ -152,8 +186,9 @@ class Capture:
         self._socket.close()
         self._context.term()
 
-    def _chosen(self, seen: Sequence[Seen]) -> list[Seen]:
-        """The requests that are learned from, those of earlier steps first."""
+    def chosen(self, seen: Sequence[Seen]) -> list[Seen]:
+        """Of all of a step's requests those that are learned from, those of earlier steps first. One in the middle of its prompt
+        has no rows, and sends nothing."""
         running = {s.request: s.state for s in seen}
         self._members = {r: state for r, state in self._members.items() if running.get(r) is state}
         for request in [r for r, known in self._states.items() if running.get(r) is not known.state]:
@@ -162,13 +197,17 @@ class Capture:
             if len(self._members) == REQUESTS:
                 break
             self._members.setdefault(one.request, one.state)
-        return [s for s in seen if s.request in self._members]
+        return [s for s in seen if s.request in self._members and s.stop > s.start]
 
-    def _facts(self, seen: Seen) -> tuple[int, int, list[int], int]:
+    def _known(self, seen: Seen) -> int:
+        """How many of a request's tokens the trainer has been sent."""
+        state, known = self._sent.get(seen.request, (None, 0))
+        return known if state is seen.state else 0
+
+    def _facts(self, seen: Seen) -> _Facts:
         prompt, output = seen.state.prompt_token_ids or (), seen.state.output_token_ids
         start = len(prompt) + len(output)
-        state, known = self._sent.get(seen.request, (None, 0))
-        since = max(known if state is seen.state else 0, start - self.window)
+        since = max(self._known(seen), start - self.window)
         tokens = [*prompt[since:], *output[max(0, since - len(prompt)) :]]
         return start, since, tokens, len(output)
 
@@ -180,7 +219,7 @@ class Capture:
         known.sent = known.dropped + len(known.pieces)
         return pieces, before
 
-    def _drop(self, step: _Step) -> None:
+    def _drop(self, step: Step) -> None:
         """What it carried goes with the next one."""
         self.dropped += 1
         for seen, (_, before) in zip(step.seen, step.hidden, strict=True):
@@ -188,14 +227,16 @@ class Capture:
             if known is not None and known.state is seen.state:
                 known.sent = min(known.sent, before)
 
-    def _send(self, step: _Step) -> None:
+    def _send(self, step: Step) -> None:
         assert step.out is not None
         if not self._socket.poll(0, zmq.POLLOUT):  # before any work: a full queue must not slow the step
             self._drop(step)
             return
         drafts, forced, out = step.drafts.tolist(), step.forced.tolist(), step.out.tolist()
+        late = step.facts
+        facts = [late.facts(n, self._known(s)) for n, s in enumerate(step.seen)] if isinstance(late, Committed) else late
         rounds = []
-        for seen, (start, since, tokens, output), (pieces, _) in zip(step.seen, step.facts, step.hidden, strict=True):
+        for seen, (start, since, tokens, output), (pieces, _) in zip(step.seen, facts, step.hidden, strict=True):
             rows = slice(seen.start, seen.stop)
             laws = wire.Laws.pack(
                 Rows(step.p.logp[rows], None if step.p.ids is None else step.p.ids[rows]), None if step.q is None else step.q[rows]
@@ -217,7 +258,7 @@ class Capture:
             return
         if len(self._sent) > 4096:
             self._sent.clear()  # the next frames carry their window again
-        for seen, (start, *_) in zip(step.seen, step.facts, strict=True):
+        for seen, (start, *_) in zip(step.seen, facts, strict=True):
             self._sent[seen.request] = (seen.state, start)
 
 

@@ -9,7 +9,7 @@ import os
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.agentguard")
 RELOAD_LOGGER = "vllm.model_executor.model_loader.reload.layerwise"
 START = 0  # slot of the weights the draft was trained to
+Span = tuple[str, Any, int, int]
+"""A request, the runner's record of it, and its rows start … stop."""
 
 
 class Serving:
@@ -66,7 +68,7 @@ class Serving:
         """Called before each step on every rank with what the scheduler says and the requests known so far. A request that begins
         alone starts from the weights the draft was trained to; requests a trainer has given up on end that when they end."""
         going_on = known - set(scheduled.finished_req_ids)
-        begun = {new.req_id for new in scheduled.scheduled_new_reqs}
+        begun = {new.req_id for new in scheduled.scheduled_new_reqs} - going_on  # V2 also calls a preempted one that comes back new
         self._running = frozenset(going_on | begun)
         alone = self._settings.reset == "request" and begun and not going_on
         if alone or (self._stopped and not self._stopped & going_on):
@@ -74,7 +76,7 @@ class Serving:
             self.epoch += 1
             self._last = 0.0
             if self.version:
-                self._guarded(self._to_the_start, "going back to the start weights")
+                self.guarded(self._to_the_start, "going back to the start weights")
 
     @property
     def fixed(self) -> list[str]:
@@ -131,37 +133,49 @@ class Serving:
     def note(self, state: TtsState, reason: str) -> None:
         self._changed(state, reason)
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Tokens of a window, and tokens of a row that are sent (0: all)."""
+        assert self._capture is not None
+        return self._capture.window, self._capture.width
+
+    def chosen(self, seen: Sequence[Seen]) -> list[Seen]:
+        """See `Capture.chosen`; none where that failed."""
+        assert self._capture is not None
+        capture = self._capture
+        return self.guarded(lambda: capture.chosen(seen), "choosing requests to learn from") or []
+
     def before(self, seen: Sequence[Seen], logits: Tensor, q: Tensor | None, drafts: Tensor, forced: Tensor) -> Any:
-        """Of a verification: what `Capture.before` takes, and the time since the last one. None where that failed."""
+        """Of a verification on runner V1: what `Capture.before` takes, and the time since the last one. None where that failed."""
+        return self.take(lambda capture, facts: capture.before(seen, logits, q, drafts, forced, **facts))
+
+    def take(self, work: Callable[[Capture, dict[str, Any]], Any]) -> Any:
+        """Of a verification: what ``work`` makes of the capture and of the facts `Capture.taken` wants by name. None where that
+        failed."""
         assert self._capture is not None
         capture, now = self._capture, time.perf_counter()
         if self._last:
             self._gaps.append((now - self._last) * 1000)
         self._last = now
-        return self._guarded(
-            lambda: capture.before(
-                seen, logits, q, drafts, forced, epoch=self.epoch, version=self.version, round_ms=self.round_ms
-            ),
-            "capturing a verification",
-        )  # fmt: skip
+        facts = {"epoch": self.epoch, "version": self.version, "round_ms": self.round_ms}
+        return self.guarded(lambda: work(capture, facts), "capturing a verification")
 
-    def hidden(self, runner: Any, positions: Tensor, states: Tensor, metadata: Any) -> None:
-        """Of a step: the hidden states a head drafts from. positions: [n]; states: [n, W]; metadata says whose rows they are."""
+    def hidden(self, spans: Callable[[], Iterable[Span]], positions: Tensor, states: Tensor) -> None:
+        """Of a step: the hidden states a head drafts from. positions: [n]; states: [n, W]; spans: whose rows they are."""
         assert self._capture is not None
         capture = self._capture
 
         def take() -> None:
-            starts = metadata.query_start_loc_cpu.tolist()
-            for request, start, stop in zip(runner.input_batch.req_ids, starts, starts[1:], strict=False):
+            for request, state, start, stop in spans():
                 if stop > start and capture.wants(request):
-                    capture.hidden(request, runner.requests[request], positions[start:stop], states[start:stop])
+                    capture.hidden(request, state, positions[start:stop], states[start:stop])
 
-        self._guarded(take, "capturing hidden states")
+        self.guarded(take, "capturing hidden states")
 
     def after(self, step: Any, out: Tensor) -> None:
         assert self._capture is not None
         capture = self._capture
-        self._guarded(lambda: capture.after(step, out), "sending a verification")
+        self.guarded(lambda: capture.after(step, out), "sending a verification")
 
     def _refusal(self, info: dict[str, Any]) -> str:
         if not self._live or not self._path:
@@ -199,8 +213,8 @@ class Serving:
         finally:
             self._quiet_reload.on = False
 
-    def _guarded(self, work: Callable[[], Any], what: str) -> Any:
-        """Inside a step of the engine: a failure of TTS is TTS's own."""
+    def guarded(self, work: Callable[[], Any], what: str) -> Any:
+        """Inside a step of the engine: a failure of TTS is TTS's own. None where ``work`` failed."""
         try:
             return work()
         except Exception as error:

@@ -20,12 +20,17 @@ DISABLE_ENV = "AG_DISABLE"
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """One thing the plugin does on this installation: on, or off with the reason and the remedy."""
+    """One thing the plugin does on this installation: on, or off with the reason and the remedy.
+
+    asked: somebody asked for it, so off is an error. strict: off is one under AG_STRICT=1; not where nothing can be done about it,
+    as with kernels on a CPU.
+    """
 
     name: str
     on: bool
     reason: str = ""
-    asked: bool = False  # somebody asked for it, so off is an error
+    asked: bool = False
+    strict: bool = True
 
 
 def vllm_version() -> str | None:

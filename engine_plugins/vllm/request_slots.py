@@ -8,6 +8,7 @@ again. Writes are staged and go to the device before the next step (`flush`), fr
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,14 @@ NO_LIMIT = -1
 LARGEST = (1 << 31) - 1
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Admitted:
+    """A request as it entered its slot; another one where the slot, or the id, is used again."""
+
+    params: RequestParams
+    sampling_params: Any
+
+
 class RequestSlots:
     """Host arrays, indexed by slot, and their copies on the device.
 
@@ -36,7 +45,7 @@ class RequestSlots:
         n, device = req_states.max_num_reqs, req_states.device
         self._states, self._default, self.markers = req_states, default, markers
         self.device = device
-        self.params: list[RequestParams | None] = [None] * n
+        self.admitted: list[Admitted | None] = [None] * n
         self.rules: list[rules.FilteredRule | None] = [None] * n
         self.acting, self.phased = (np.zeros(n, dtype=bool) for _ in range(2))
         self.changed: dict[str, int] = {}
@@ -56,7 +65,8 @@ class RequestSlots:
         asked = RequestParams.read(sampling_params.extra_args, self._default)
         found = rules.get(asked.rule)
         acts = found.acts and (asked.phase == "both" or self.markers is not None)
-        self.params[slot], self.rules[slot] = asked, found if acts else None
+        self.admitted[slot], self.rules[slot] = Admitted(asked, sampling_params), found if acts else None
+        self.known.add(self._states.index_to_req_id[slot])
         self.acting[slot], self.phased[slot] = acts, acts and asked.phase != "both"
         self._table[slot] = table.numbers(asked.rule, asked.phase) if acts else 0.0
         self._new.append(slot)
@@ -66,7 +76,6 @@ class RequestSlots:
     def limit(self, slot: int, sampling_params: Any) -> bool:
         """Take a request's think limits, changed ones included; returns whether it has any."""
         request = self._states.index_to_req_id[slot]
-        self.known.add(request)
         block = sampling_params.thinking_token_budget
         total = self.changed.get(request, (sampling_params.extra_args or {}).get("ag_think_tokens"))
         self._limits[slot] = [NO_LIMIT if limit is None else min(limit, LARGEST) for limit in (block, total)]
@@ -87,12 +96,24 @@ class RequestSlots:
     def flush(self) -> None:
         """Bring staged writes to the device, in the order of the stream."""
         if self._new:
-            self.trace.index_fill_(0, self._staged(np.asarray(self._new, dtype=np.int64)), 0)
+            self.trace.index_fill_(0, self.staged(np.asarray(self._new, dtype=np.int64)), 0)
             self._new.clear()
         if self._dirty:
-            self.table.copy_(self._staged(self._table), non_blocking=True)
-            self.limits.copy_(self._staged(self._limits), non_blocking=True)
+            self.table.copy_(self.staged(self._table), non_blocking=True)
+            self.limits.copy_(self.staged(self._limits), non_blocking=True)
             self._dirty = False
+
+    def warm_up(self, steps: int) -> None:
+        """Compile the kernels of the phase for requests of ``steps`` drafts; nothing that a request has is written to."""
+        slot = torch.zeros(1, dtype=torch.int64, device=self.device)
+        ends = torch.tensor([0, steps + 1], dtype=torch.int32, device=self.device)
+        held = self.trace, self.close_at
+        self.trace, self.close_at = self.trace.clone(), self.close_at.clone()
+        try:
+            self.advance(slot)
+            self.ahead(slot, ends, torch.zeros(steps + 1, dtype=torch.int32, device=self.device))
+        finally:
+            self.trace, self.close_at = held
 
     def advance(self, slots: Tensor) -> None:
         """Read what these slots' requests have committed since the last call; sets `close_at`."""
@@ -119,6 +140,7 @@ class RequestSlots:
         block = int(self._states.total_len.gpu[slot]) - began if inside else 0
         return before + block - given, bool(inside), block
 
-    def _staged(self, values: np.ndarray[Any, Any]) -> Tensor:
+    def staged(self, values: np.ndarray[Any, Any]) -> Tensor:
+        """A copy on the device, in the order of the stream and without waiting for it."""
         held = torch.from_numpy(values.copy())
         return held.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else held.to(self.device)

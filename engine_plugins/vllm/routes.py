@@ -41,6 +41,14 @@ async def plugin(request: Request) -> dict[str, Any]:
     return {"version": __version__, "features": ["rules", "budget", *(["tts"] if hasattr(request.app.state, "ag_tts") else [])]}
 
 
+@router.get("/features")
+async def features(request: Request) -> dict[str, Any]:
+    """Which of vLLM's model runners this engine has, and each feature: its name, whether it is on, and why."""
+    ranks = await request.app.state.engine_client.collective_rpc("ag_features", timeout=30)
+    found: dict[str, Any] = ranks[0]
+    return found
+
+
 @router.post("/budget")
 async def set_budget(body: SetBudget, request: Request) -> JSONResponse:
     """Change a running request's think budget by collective RPC: ordered with the engine's steps, on every rank.

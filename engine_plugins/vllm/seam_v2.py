@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from engine_plugins.kernels import Choice, batch, table, twin
 from engine_plugins.vllm import coins
+from engine_plugins.vllm.lessons import Lessons, without_broken_rows
 from engine_plugins.vllm.observe import verified
 from engine_plugins.vllm.outbox import Outbox
 from engine_plugins.vllm.request_slots import RequestSlots
@@ -36,13 +37,14 @@ class SeamV2:
     """Installed once a worker by `install`; called in place of vLLM's `rejection_sample`, once for each chunk of a step's requests.
 
     reported: processed logits leave the sampler after verification (as logprobs or a sampling mask), so copies are rewritten.
+    lessons: where TTS trains the draft, on every rank, as weights may have been broken on all of them.
     """
 
     def __init__(
         self, stock: Callable[..., tuple[Tensor, Tensor]], slots: RequestSlots, *, tap: Tap | None, choice: Choice, tuned: bool,
-        reported: bool,
+        reported: bool, lessons: Lessons | None = None,
     ) -> None:  # fmt: skip
-        self._stock, self._slots, self._tap, self._reported = stock, slots, tap, reported
+        self._stock, self._slots, self._tap, self._reported, self._lessons = stock, slots, tap, reported, lessons
         self._signature = inspect.signature(stock)
         self._kernels: ModuleType | None = None
         self._options: dict[str, Any] = {}
@@ -57,19 +59,30 @@ class SeamV2:
         self._listened = False
         self._steps = 0
 
-    def warm_up(self, vocab: int, draft: Tensor | None) -> None:
-        """Compile the kernels before a request waits for them. draft: the speculator's logits, None where it keeps none."""
-        if self._kernels is not None and draft is not None:
-            end = self._slots.markers.end[0] if self._slots.markers is not None else -1
-            self._kernels.warm_up(vocab, draft, tuned=self.tuned, end=end)
+    def warm_up(self, vocab: int, draft: Tensor | None, steps: int, dtypes: Iterable[torch.dtype]) -> None:
+        """Compile the kernels before a request waits for them. draft: the speculator's logits, None where it keeps none; steps: K;
+        dtypes: of the target's logits, where no request has vLLM copy them to float32."""
+        slots = self._slots
+        if self._kernels is not None:
+            end = slots.markers.end[0] if slots.markers is not None else -1
+            self._kernels.warm_up(vocab, draft, steps, slots.device, dtypes, tuned=self.tuned, end=end)
+        if self._tap is not None:
+            at = torch.zeros(steps + 1, dtype=torch.int64, device=slots.device)
+            coins.note(torch.zeros(len(at), batch.STATS, device=at.device), at, at, at, torch.ones(1, device=at.device))
+        if slots.markers is not None:
+            slots.warm_up(steps)
 
     def begin(self, input_batch: Any) -> None:
         """The runner is about to verify this batch."""
         self._input_batch, self._first = input_batch, 0
         self._listened = self._tap is not None and self._tap.wanted
+        if self._lessons is not None:
+            self._lessons.begin(input_batch)
 
     def end(self) -> None:
         self._input_batch = None
+        if self._lessons is not None:
+            self._lessons.end()
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if self._input_batch is None:  # not the runner's own call
@@ -81,15 +94,23 @@ class SeamV2:
         draft: Tensor | None = given["draft_logits"]
         # without the draft's logits a rule falls back to strict
         acting = slots[self._slots.acting[slots]] if draft is not None else slots[:0]
-        if not len(acting) and not self._listened:
+        lessons = self._lessons
+        if not len(acting) and not self._listened and lessons is None:
             return self._stock(*args, **kwargs)
         target: Tensor = given["target_logits"]
+        if lessons is not None:
+            lessons.take(given, target, first, self._first)
+            if draft is not None:
+                given["draft_sampled"] = without_broken_rows(given)
         if len(acting):
             target = target.to(torch.float32, copy=self._reported)
-        rows, stats = self._rewrite(given, target, acting)
+        described = self._rewrite(given, target, acting) if len(acting) or self._listened else None
         given["target_logits"] = target
         out = self._stock(**given)
-        if self._listened:
+        if lessons is not None:
+            lessons.verified(*out, first, self._first)
+        if described is not None and self._listened:
+            rows, stats = described
             self._publish(rows, stats, ends, out[1], self._input_batch.req_ids[first : self._first], slots)
         return out
 
@@ -128,7 +149,7 @@ class SeamV2:
         tap, now = self._tap, time.time()
         assert tap is not None
         self._steps += 1
-        step, asked = self._steps, [str(p.rule) if (p := self._slots.params[slot]) else "strict" for slot in slots]
+        step, asked = self._steps, [str(a.params.rule) if (a := self._slots.admitted[slot]) else "strict" for slot in slots]
 
         def deliver(copies: list[Tensor]) -> None:
             columns, at_end = ([_listed(copies[0], column) for column in some] for some in (_COLUMNS, (batch.END, batch.ENTROPY)))
@@ -173,8 +194,9 @@ class SamplerProxy:
 
 
 def install(
-    runner: Any, module: Any, slots: RequestSlots, *, tap: Tap | None, choice: Choice, tuned: bool, processed_modes: Any
-) -> SeamV2:
+    runner: Any, module: Any, slots: RequestSlots, *, tap: Tap | None, choice: Choice, tuned: bool, processed_modes: Any,
+    lessons: Lessons | None = None,
+) -> SeamV2:  # fmt: skip
     """Wrap `module.rejection_sample` and the runner's rejection sampler. module:
     `vllm.v1.worker.gpu.spec_decode.rejection_sampler`; a second worker in the process replaces the first one's seam."""
     stock = module.rejection_sample
@@ -182,7 +204,7 @@ def install(
         stock = stock._stock
     sampler = runner.sampler
     reported = sampler.return_sampling_mask or sampler.logprobs_mode in processed_modes
-    seam = SeamV2(stock, slots, tap=tap, choice=choice, tuned=tuned, reported=reported)
+    seam = SeamV2(stock, slots, tap=tap, choice=choice, tuned=tuned, reported=reported, lessons=lessons)
     module.rejection_sample = seam
     inner = runner.rejection_sampler
     runner.rejection_sampler = SamplerProxy(inner.stock if isinstance(inner, SamplerProxy) else inner, seam)

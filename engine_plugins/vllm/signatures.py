@@ -14,14 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 RUNNERS = ("V1", "V2")
+BOTH = "both"
 
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """A function, class or method, by module and qualified name, and what is asked of it.
+    """A function, class, method or constant, by module and qualified name, and what is asked of it.
 
-    parameters: it has all of these; first: its parameters begin with these, as a class is called by position; attributes: of a
-    class, set anywhere in it.
+    runner: whose it is, or BOTH. parameters: it has all of these; first: its parameters begin with these, as a class is called by
+    position; attributes: of a class, set anywhere in it.
     """
 
     runner: str
@@ -45,6 +46,8 @@ class Found:
 
 
 _GPU = "vllm.v1.worker.gpu"
+_RELOAD = "vllm.model_executor.model_loader.reload"
+_TRANSFER = "vllm.distributed.weight_transfer"
 _SAMPLER = f"{_GPU}.sample.sampler"
 _REJECTION = f"{_GPU}.spec_decode.rejection_sampler"
 _V2_VERIFIED = (
@@ -70,7 +73,45 @@ NAMES = (
         "V1",
         "vllm.v1.worker.gpu_model_runner",
         "GPUModelRunner",
-        attributes=("input_batch", "requests", "drafter", "rejection_sampler"),
+        attributes=(
+            "input_batch",
+            "requests",
+            "drafter",
+            "rejection_sampler",
+            "_sample",
+            "_bookkeeping_sync",
+            "discard_request_mask",
+            "get_model",
+            "get_draft_model",
+        ),
+    ),
+    Name(
+        "V1",
+        "vllm.v1.worker.gpu_input_batch",
+        "InputBatch",
+        attributes=(
+            "req_ids",
+            "req_id_to_index",
+            "num_reqs",
+            "generators",
+            "sampling_metadata",
+            "_make_sampling_metadata",
+            "thinking_budget_state_holder",
+        ),
+    ),
+    Name(
+        "V1",
+        "vllm.v1.worker.gpu_input_batch",
+        "CachedRequestState",
+        attributes=("prompt_token_ids", "output_token_ids", "sampling_params"),
+    ),
+    Name("V1", "vllm.v1.sample.metadata", "SamplingMetadata", attributes=("all_greedy", "all_random", "temperature")),
+    Name("V1", "vllm.v1.attention.backend", "CommonAttentionMetadata", attributes=("query_start_loc_cpu",)),
+    Name(
+        "V1",
+        "vllm.v1.spec_decode.llm_base_proposer",
+        "SpecDecodeBaseProposer.propose",
+        parameters=("target_positions", "target_hidden_states", "common_attn_metadata"),
     ),
     Name("V2", f"{_GPU}.spec_decode.rejection_sampler_utils", "rejection_sample", first=_V2_VERIFIED),
     Name("V2", _REJECTION, "RejectionSampler.__call__", parameters=("logits", "input_batch", "draft_logits", "invalid_drafts")),
@@ -79,15 +120,42 @@ NAMES = (
         "V2",
         f"{_GPU}.model_runner",
         "GPUModelRunner",
-        attributes=("req_states", "sampler", "rejection_sampler", "speculator", "batch_sharder"),
+        attributes=(
+            "req_states",
+            "sampler",
+            "rejection_sampler",
+            "speculator",
+            "batch_sharder",
+            "is_last_pp_rank",
+            "vocab_size",
+            "num_speculative_steps",
+            "get_model",
+            "get_draft_model",
+        ),
     ),
+    Name("V2", _REJECTION, "rejection_sample"),  # imported there by name, and called by it
+    Name("V2", f"{_GPU}.spec_decode.speculator", "DraftModelSpeculator", attributes=("draft_logits",)),
+    Name(
+        "V2",
+        f"{_GPU}.spec_decode.target_dependent_ar.speculator",
+        "TargetDependentARSpeculator.propose",
+        parameters=("input_batch", "aux_hidden_states", "dummy_run"),
+    ),
+    Name("V2", f"{_GPU}.buffer_utils", "StagedWriteTensor", attributes=("gpu",)),
+    Name("V2", f"{_GPU}.buffer_utils", "UvaBackedTensor", attributes=("gpu", "np")),
+    Name("V2", "vllm.config.model", "PROCESSED_LOGPROBS_MODES"),
     Name(
         "V2",
         f"{_GPU}.states",
         "RequestState",
         attributes=("all_token_ids", "prompt_len", "total_len", "req_id_to_index", "index_to_req_id", "max_num_reqs", "device"),
     ),
-    Name("V2", f"{_GPU}.input_batch", "InputBatch", attributes=("req_ids", "idx_mapping_np")),
+    Name(
+        "V2",
+        f"{_GPU}.input_batch",
+        "InputBatch",
+        attributes=("req_ids", "idx_mapping_np", "cu_num_logits_np", "query_start_loc_np", "positions"),
+    ),
     Name(
         "V2",
         _SAMPLER,
@@ -117,6 +185,7 @@ NAMES = (
         "ThinkingBudgetState",
         attributes=(
             "enabled",
+            "req_states",
             "use_thinking_budget",
             "cached_last_start",
             "cached_last_end",
@@ -151,8 +220,121 @@ NAMES = (
         ),
     ),
     Name("V2", f"{_GPU}.sample.gumbel", "tl_rand32", first=("seed", "offset", "includes_zero")),
-    Name("V2", "vllm.v1.worker.gpu_worker", "Worker.load_model"),
-    Name("V2", "vllm.v1.worker.gpu_worker", "Worker.start_draft_weight_update"),
+    Name(
+        BOTH,
+        "vllm.v1.worker.gpu_worker",
+        "Worker",
+        attributes=(
+            "load_model",
+            "execute_model",
+            "init_weight_transfer_engine",
+            "start_draft_weight_update",
+            "update_weights",
+            "finish_weight_update",
+            "weight_transfer_engine",
+            "_weight_update_active",
+        ),
+    ),
+    Name(
+        BOTH, "vllm.v1.worker.worker_base", "WorkerBase", attributes=("vllm_config", "is_driver_worker", "device", "model_runner")
+    ),
+    Name(BOTH, "vllm.v1.worker.cpu_worker", "CPUWorker"),
+    Name(BOTH, "vllm.v1.core.sched.output", "SchedulerOutput", attributes=("finished_req_ids", "scheduled_new_reqs")),
+    Name(BOTH, "vllm.v1.core.sched.output", "NewRequestData", attributes=("req_id",)),
+    Name(BOTH, "vllm.sampling_params", "SamplingParams", attributes=("extra_args", "thinking_token_budget", "temperature")),
+    Name(BOTH, "vllm.platforms.interface", "Platform", attributes=("is_cpu", "device_type")),
+    Name(
+        BOTH,
+        "vllm.config.vllm",
+        "VllmConfig",
+        attributes=(
+            "additional_config",
+            "model_config",
+            "parallel_config",
+            "reasoning_config",
+            "scheduler_config",
+            "speculative_config",
+            "use_v2_model_runner",
+            "watermark_config",
+            "weight_transfer_config",
+        ),
+    ),
+    Name(
+        BOTH,
+        "vllm.config.speculative",
+        "SpeculativeConfig",
+        attributes=(
+            "method",
+            "model",
+            "num_speculative_tokens",
+            "draft_model_config",
+            "draft_sample_method",
+            "rejection_sample_method",
+            "parallel_drafting",
+            "enable_adaptive_verification",
+        ),
+    ),
+    Name(BOTH, "vllm.config.model", "ModelConfig", attributes=("uses_mrope", "dtype", "head_dtype", "model")),
+    Name(BOTH, "vllm.config.scheduler", "SchedulerConfig", attributes=("async_scheduling",)),
+    Name(
+        BOTH,
+        "vllm.config.reasoning",
+        "ReasoningConfig",
+        attributes=("reasoning_start_token_ids", "reasoning_end_token_ids", "natural_reasoning_end_token_ids"),
+    ),
+    Name(BOTH, "vllm.config.weight_transfer", "WeightTransferConfig", attributes=("backend",)),
+    Name(
+        BOTH,
+        "vllm.config.parallel",
+        "ParallelConfig",
+        attributes=(
+            "world_size",
+            "tensor_parallel_size",
+            "pipeline_parallel_size",
+            "prefill_context_parallel_size",
+            "data_parallel_size",
+            "data_parallel_rank",
+        ),
+    ),
+    Name(BOTH, "vllm.distributed.parallel_state", "get_pp_group"),
+    Name(BOTH, "vllm.distributed.parallel_state", "get_tp_group"),
+    Name(BOTH, "vllm.distributed.parallel_state", "GroupCoordinator", attributes=("cpu_group", "is_last_rank")),
+    Name(
+        BOTH,
+        f"{_TRANSFER}.base",
+        "WeightTransferEngine",
+        attributes=(
+            "device",
+            "model",
+            "model_config",
+            "parse_update_info",
+            "reset_weight_update_target",
+            "init_transfer_engine",
+            "start_weight_update",
+            "update_weights",
+            "receive_weights",
+            "finish_weight_update",
+            "shutdown",
+        ),
+    ),
+    Name(BOTH, f"{_TRANSFER}.base", "WeightTransferInitInfo"),
+    Name(BOTH, f"{_TRANSFER}.base", "WeightTransferUpdateInfo"),
+    Name(BOTH, f"{_TRANSFER}.factory", "WeightTransferEngineFactory", attributes=("_registry", "register_engine")),
+    Name(BOTH, "vllm.model_executor.layers.linear", "UnquantizedLinearMethod", attributes=("process_weights_after_loading",)),
+    Name(
+        BOTH,
+        "vllm.model_executor.layers.vocab_parallel_embedding",
+        "UnquantizedEmbeddingMethod",
+        attributes=("process_weights_after_loading",),
+    ),
+    Name(BOTH, f"{_RELOAD}.layerwise", "initialize_layerwise_reload"),
+    Name(BOTH, f"{_RELOAD}.layerwise", "finalize_layerwise_reload"),
+    Name(BOTH, f"{_RELOAD}.layerwise", "get_layerwise_info"),
+    Name(BOTH, f"{_RELOAD}.layerwise", "_get_original_loader"),
+    Name(BOTH, f"{_RELOAD}.layerwise", "_place_kernel_tensors"),
+    Name(BOTH, f"{_RELOAD}.types", "LayerReloadingInfo", attributes=("can_load", "reset", "restore_metadata")),
+    Name(BOTH, f"{_RELOAD}.meta", "materialize_meta_tensor"),
+    Name(BOTH, f"{_RELOAD}.utils", "get_layer_tensors"),
 )
 
 
@@ -164,7 +346,7 @@ def missing(runner: str, lookup: Callable[[str, str], Found | None] | None = Non
     find = lookup or installed
     out = []
     for name in NAMES:
-        if name.runner != runner:
+        if name.runner not in (runner, BOTH):
             continue
         found = find(name.module, name.name)
         if found is None:
@@ -202,7 +384,8 @@ def in_source(root: Path, module: str, name: str) -> Found | None:
     if isinstance(scope, ast.FunctionDef | ast.AsyncFunctionDef):
         given = scope.args
         return Found(parameters=tuple(a.arg for a in (*given.posonlyargs, *given.args, *given.kwonlyargs)))
-    assert isinstance(scope, ast.ClassDef)
+    if not isinstance(scope, ast.ClassDef):
+        return Found()  # a constant
     return Found(attributes=tuple(sorted(_attributes(scope))))
 
 
@@ -216,14 +399,23 @@ def _imported(tree: ast.Module) -> set[str]:
 
 
 def _definitions(scope: ast.AST | None) -> list[ast.AST]:
-    body = getattr(scope, "body", [])
-    return [node for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)]
+    """Functions, classes and constants of a module or class, each with a name."""
+    found: list[ast.AST] = []
+    for node in getattr(scope, "body", []):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.append(node)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            for target in targets:
+                if isinstance(target, ast.Name):
+                    target.name = target.id  # type: ignore[attr-defined]
+                    found.append(target)
+    return found
 
 
 def _attributes(scope: ast.ClassDef) -> set[str]:
-    """Methods, annotated fields, and what any method sets on self."""
+    """Methods, fields, and what any method sets on self."""
     out = {node.name for node in _definitions(scope)}  # type: ignore[attr-defined]
-    out |= {node.target.id for node in scope.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}
     for node in ast.walk(scope):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and getattr(node.value, "id", "") == "self":
             out.add(node.attr)

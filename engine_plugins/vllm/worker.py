@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from vllm.platforms import current_platform
@@ -50,6 +51,7 @@ class Worker(Base):  # type: ignore[misc]  # vLLM is untyped to us
     ag_tts: Serving | None = None
     ag_slots: RequestSlots | None = None
     ag_seam: SeamV2 | None = None
+    ag_found: list[list[Any]] = []  # noqa: RUF012  # replaced by `install`, never changed
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -64,7 +66,8 @@ class Worker(Base):  # type: ignore[misc]  # vLLM is untyped to us
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         if self.ag_tts is not None:
-            self.ag_tts.before_step(scheduler_output, set(self.model_runner.requests))
+            known = self.ag_slots.known if self.ag_slots is not None else self.model_runner.requests
+            self.ag_tts.before_step(scheduler_output, set(known))
         if self.ag_slots is not None:
             self.ag_slots.forget(scheduler_output.finished_req_ids)
         return super().execute_model(scheduler_output, *args, **kwargs)
@@ -91,6 +94,10 @@ class Worker(Base):  # type: ignore[misc]  # vLLM is untyped to us
         if self.ag_tts is None:
             raise PluginError("this engine was started without tts; add it to additional_config.agentguard, or to the recipe")
         return self.ag_tts
+
+    def ag_features(self) -> dict[str, Any]:
+        """The runner of this engine, and what works on it: name, on or off, and why."""
+        return {"runner": runner_of(self.model_runner), "features": self.ag_found}
 
     def ag_set_budget(self, request: str, tokens: int) -> dict[str, Any]:
         """Collective RPC, ordered with the steps: see `budget.BudgetHolder.set_total`."""
@@ -121,7 +128,8 @@ def install(worker: Any) -> budget.BudgetHolder | BudgetState | None:
         level = logging.INFO if feature.on or worker.vllm_config.speculative_config is None else logging.WARNING
         state, why = "on" if feature.on else "off", f": {feature.reason}" if feature.reason else ""
         logger.log(level, "agentguard: %s %s%s", feature.name, state, why)
-    refused = [f for f in found if not f.on and (f.asked or os.environ.get(compat.STRICT_ENV) == "1")]
+    worker.ag_found = [[f.name, f.on, f.reason] for f in found]
+    refused = [f for f in found if not f.on and (f.asked or (f.strict and os.environ.get(compat.STRICT_ENV) == "1"))]
     if refused:
         raise PluginError("; ".join(f"{f.name}: {f.reason}" for f in refused))
     return (_install_v1 if runner == "V1" else _install_v2)(worker, settings, default)
@@ -136,16 +144,44 @@ def runner_of(model_runner: Any) -> str:
     raise PluginError(f"{type(model_runner).__name__} is neither of the model runners agentguard knows; use vLLM's V1 or V2")
 
 
+def foreseen(config: Any) -> dict[str, Any]:
+    """What `Worker.ag_features` of an engine with this vLLM configuration will say, before there is one; unless its model brings a
+    sampler of its own."""
+    parts = SimpleNamespace(sampler=SimpleNamespace(logits_processors=[AgentGuardParams()]))
+    worker = SimpleNamespace(vllm_config=config, model_runner=parts, device=SimpleNamespace(type=current_platform.device_type))
+    runner = "V2" if config.use_v2_model_runner else "V1"
+    settings = (config.additional_config or {}).get("agentguard", {})
+    return {"runner": runner, "features": [[f.name, f.on, f.reason] for f in features(worker, settings, runner)]}
+
+
 def features(worker: Any, settings: dict[str, Any], runner: str) -> list[compat.Feature]:
     """What works in this engine and what does not, each with the reason."""
     config = worker.vllm_config
     rules, fatal = _rules_reason(worker, runner)
     budgets = "" if _marked(config) else "no --reasoning-parser, so ag_phase=think relaxes nothing and no trace can be closed here"
+    telemetry = _feature("verification telemetry", settings.get("telemetry"), _telemetry_reason(worker, runner))
+    device = worker.device.type
+    choice = kernels.choose(device)
+    if runner == "V1":
+        warm = compat.Feature(
+            "warm-up", False, "runner V1 compiles its one kernel in the first step somebody listens to", strict=False
+        )
+    elif config.speculative_config is None:
+        warm = compat.Feature("warm-up", True, "without a draft only the think budgets' kernels")
+    else:
+        warm = compat.Feature("warm-up", True, "all kernels are compiled before the first request")
     return [
-        compat.Feature("rules and support filter", not rules, rules, asked=fatal),
+        compat.Feature("rules", not rules, rules, asked=fatal),
+        compat.Feature("support filter", not rules, rules, asked=fatal),
         compat.Feature("think budgets", not budgets, budgets),
-        _feature("verification telemetry", settings.get("telemetry"), _telemetry_reason(worker, runner)),
-        _feature("tts", settings.get("tts"), _tts_reason(config, runner)),
+        telemetry,
+        compat.Feature(
+            "coins in telemetry", telemetry.on, telemetry.reason or "the number that decided a row, as the sampler threw it"
+        ),
+        _feature("tts", settings.get("tts"), _tts_reason(worker, runner)),
+        # off on a GPU is somebody's choice (AG_KERNELS=0), and each step then waits for the device
+        compat.Feature("kernels", choice.kernels, choice.reason, strict=device == "cuda"),
+        warm,
     ]
 
 
@@ -190,14 +226,17 @@ def _telemetry_reason(worker: Any, runner: str) -> str:
     return ""
 
 
-def _tts_reason(config: Any, runner: str) -> str:
+def _tts_reason(worker: Any, runner: str) -> str:
+    config, parallel = worker.vllm_config, getattr(worker.vllm_config, "parallel_config", None)
     if config.speculative_config is None:
         return "there is no draft to train; start the engine with --speculative-config"
-    if runner == "V2":
-        return (
-            "runner V2 keeps a request's tokens on the device, and the trainer's frames need them on the host; start the "
-            "engine with VLLM_USE_V2_MODEL_RUNNER=0, or without tts"
-        )
+    for field in ("pipeline_parallel_size", "data_parallel_size"):
+        if (size := getattr(parallel, field, 1)) > 1:
+            return f"{field}={size}: one draft is trained, on the ranks of one stage of one engine; start without tts"
+    if runner == "V2" and getattr(worker.model_runner, "batch_sharder", None) is not None:
+        return "batch-sharded sampling spreads the rows over the ranks, and one of them teaches; turn it off"
+    if runner == "V2" and getattr(config.speculative_config, "enable_adaptive_verification", False):
+        return "adaptive verification leaves the number of a request's rows on the device, and frames need it; turn it off"
     return ""
 
 
@@ -209,7 +248,7 @@ def _last_stage(worker: Any) -> bool:
     parallel = getattr(worker.vllm_config, "parallel_config", None)
     if getattr(parallel, "pipeline_parallel_size", 1) == 1:
         return True
-    from vllm.distributed import get_pp_group
+    from vllm.distributed.parallel_state import get_pp_group
 
     return bool(get_pp_group().is_last_rank)
 
@@ -241,6 +280,7 @@ def _install_v2(worker: Any, settings: dict[str, Any], default: RuleSpec) -> Bud
     from vllm.v1.worker.gpu.spec_decode import rejection_sampler as verification
 
     from engine_plugins.vllm import budget_v2, seam_v2
+    from engine_plugins.vllm.lessons import Lessons
     from engine_plugins.vllm.request_slots import RequestSlots
 
     config, runner = worker.vllm_config, worker.model_runner
@@ -255,12 +295,21 @@ def _install_v2(worker: Any, settings: dict[str, Any], default: RuleSpec) -> Bud
         processor.slots = slots
     budgets = budget_v2.install(runner.sampler, slots)
     if config.speculative_config is None or runner.rejection_sampler is None:
+        if budgets is not None:
+            slots.warm_up(0)
         return budgets
-    tap, _ = _tap(worker, settings)
+    tap, engine = _tap(worker, settings)
+    lessons = None
+    if settings.get("tts") is not None:
+        worker.ag_tts = _serving(worker, settings, engine, tap)
+        lessons = Lessons(worker.ag_tts, slots, runner.req_states)
     worker.ag_seam = seam_v2.install(
-        runner, verification, slots, tap=tap, choice=choice, tuned=tuned, processed_modes=PROCESSED_LOGPROBS_MODES
+        runner, verification, slots, tap=tap, choice=choice, tuned=tuned, processed_modes=PROCESSED_LOGPROBS_MODES, lessons=lessons
     )
-    worker.ag_seam.warm_up(runner.vocab_size, runner.speculator.draft_logits)
+    model = config.model_config
+    worker.ag_seam.warm_up(
+        runner.vocab_size, runner.speculator.draft_logits, runner.num_speculative_steps, (model.dtype, model.head_dtype)
+    )
     logger.info("agentguard: verification seam installed on runner V2, default rule %s, %s", default, choice.reason)
     return budgets
 
@@ -274,7 +323,7 @@ def _group(config: Any) -> Any:
     """The CPU group of the ranks that verify the same rows, None for one rank."""
     if config.parallel_config.tensor_parallel_size == 1:
         return None
-    from vllm.distributed import get_tp_group
+    from vllm.distributed.parallel_state import get_tp_group
 
     return get_tp_group().cpu_group
 
@@ -308,7 +357,11 @@ def _serving(worker: Any, settings: dict[str, Any], engine: str, tap: Tap | None
     fixed = states.fixed(worker.model_runner) if head else ()
     serving = Serving(worker, tts, capture, tap.emit if tap is not None else lambda event: None, engine, fixed)
     if head and capture is not None:
-        states.install(worker.model_runner, serving)
+        slots = worker.ag_slots
+        if slots is not None:
+            states.install_v2(worker.model_runner, serving, lambda slot: slots.admitted[slot])
+        else:
+            states.install_v1(worker.model_runner, serving)
     return serving
 
 
@@ -317,6 +370,11 @@ def _trainable(config: Any) -> None:
     for odd, field, value in (
         (config.speculative_config.parallel_drafting, "speculative_config.parallel_drafting", True),
         (config.model_config.uses_mrope, "model", "M-RoPE"),
+        (
+            getattr(config.parallel_config, "prefill_context_parallel_size", 1) > 1,
+            "prefill_context_parallel_size",
+            getattr(config.parallel_config, "prefill_context_parallel_size", 1),
+        ),
         (
             config.parallel_config.pipeline_parallel_size > 1,
             "pipeline_parallel_size",

@@ -157,7 +157,10 @@ def test_doctor_finds_this_environment_whole() -> None:
     assert done.returncode == 0, done.stdout
     assert checks["model runner"]["ok"]
     assert all("every name the plugin binds is there" in checks[f"plugin on runner {r}"]["detail"] for r in ("V1", "V2"))
-    assert "need a CUDA device" in checks["kernels"]["detail"]
+    runner = checks["model runner"]["detail"][:2]
+    assert "need a CUDA device" in checks[f"runner {runner}: kernels"]["detail"]
+    features = ("rules", "support filter", "think budgets", "verification telemetry", "coins in telemetry", "tts")
+    assert all(checks[f"runner {runner}: {name}"]["detail"].startswith("on") for name in features)
     assert "reference pair: target" in checks
 
 

@@ -16,8 +16,8 @@ from typing import Any
 
 os.environ.update(
     VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1", HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="ERROR",
-    VLLM_USE_V2_MODEL_RUNNER="0",
 )  # fmt: skip
+os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")  # tts_v2.py takes this engine on V2
 
 import torch
 import zmq
@@ -39,16 +39,16 @@ FACTS = dict.fromkeys(("loss", "train_ms", "rows", "rounds", "live", "frozen", "
 
 
 class Engine:
-    def __init__(self, method: str = "draft_model", draft: str = DRAFT) -> None:
+    def __init__(self, method: str = "draft_model", draft: str = DRAFT, *, k: int = K, **settings: Any) -> None:
         endpoint = f"ipc://{tempfile.mkdtemp()}/frames"
         self.llm = LLM(
             str(reference_model("target")), dtype="float32", seed=3, max_model_len=1024, max_num_seqs=BATCH, enforce_eager=True,
             distributed_executor_backend="uni", generation_config="vllm", enable_prefix_caching=False,
             speculative_config={
-                "method": method, "model": draft, "num_speculative_tokens": K, "draft_sample_method": "probabilistic",
+                "method": method, "model": draft, "num_speculative_tokens": k, "draft_sample_method": "probabilistic",
             },
             worker_cls="tests.engine.tts_worker.Worker",
-            additional_config={"agentguard": {"tts": {"window": 1024}, "frames": endpoint}},
+            additional_config={"agentguard": {"tts": {"window": 1024}, "frames": endpoint, **settings}},
             weight_transfer_config={"backend": BACKEND},
         )  # fmt: skip
         self.socket = zmq.Context.instance().socket(zmq.PULL)
@@ -87,10 +87,10 @@ class Engine:
             step += 1
 
 
-def aligned(engine: Engine, twin: Twin, *, live: bool) -> dict[str, float]:
+def aligned(engine: Engine, twin: Twin, *, live: bool, size: int = 4, tokens: int = 80) -> dict[str, float]:
     """Largest difference between the q that vLLM stored and the twin's, over all rows of some requests."""
     engine.frames()
-    engine.batch(4, 80)
+    engine.batch(size, tokens)
     sequences: dict[str, Sequence] = {}
     for number, frame in enumerate(engine.frames(300)):
         for row in frame.rounds:

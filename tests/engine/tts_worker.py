@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from vllm.v1.sample import rejection_sampler
 
-from engine_plugins.tts.twin import Twin
 from engine_plugins.vllm.worker import Worker as Base
 
 
@@ -20,7 +19,39 @@ class Worker(Base):
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
         self.witness_clear()
-        self.mutant: Twin | None = None
+        self.mutant: Any = None
+        (self._watch_v1 if self.ag_slots is None else self._watch_v2)()
+
+    def _watch_v2(self) -> None:
+        from vllm.v1.worker.gpu.spec_decode import rejection_sampler as module
+
+        ours = module.rejection_sample
+
+        def witnessed(*args: Any, **kwargs: Any) -> Any:
+            names = ours._signature.bind_partial(*args, **kwargs).arguments
+            p, ends = names["target_logits"].float().softmax(-1), names["cu_num_logits"].tolist()
+            draft, slots = names["draft_logits"], names["idx_mapping"].long()
+            self.broken += int((~torch.isfinite(draft[slots].amax(-1))).sum())
+            if self.mutant is not None:
+                names["draft_logits"] = self.mutant(draft)
+            out = ours(**names)
+            for n, (tokens, number) in enumerate(zip(out[0].tolist(), out[1].tolist(), strict=True)):
+                drafted = ends[n + 1] - ends[n] - 1
+                self._note(p[ends[n] : ends[n + 1]], tokens[: min(number, drafted)])
+            return out
+
+        module.rejection_sample = witnessed
+        self.seam = ours
+
+    def _note(self, p: torch.Tensor, tokens: list[int]) -> None:
+        """tokens: those of rows with a draft; p: [rows, V]."""
+        for j, token in enumerate(tokens):
+            self.excess -= p[j]
+            self.excess[token] += 1
+            self.variance += p[j] * (1 - p[j])
+            self.tokens += 1
+
+    def _watch_v1(self) -> None:
         ours = rejection_sampler.rejection_sample
 
         def witnessed(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -34,11 +65,7 @@ class Worker(Base):
             out = ours(**names)
             at = 0
             for request, count in zip(out.tolist(), counts, strict=True):
-                for j, token in enumerate(t for t in request[:count] if t >= 0):
-                    self.excess -= p[at + j]
-                    self.excess[token] += 1
-                    self.variance += p[at + j] * (1 - p[at + j])
-                    self.tokens += 1
+                self._note(p[at:], [t for t in request[:count] if t >= 0])
                 at += count
             return out
 
@@ -62,6 +89,11 @@ class Worker(Base):
         """Frames without a trainer: to see what a paused draft drafts with."""
         self._tts()._live = True
 
+    def draft_addresses(self) -> dict[str, int]:
+        """Where the draft's tensors lie, as captured graphs know them."""
+        model = self.model_runner.get_draft_model()
+        return {name: tensor.data_ptr() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+
     def target_sum(self) -> float:
         """Changes when a weight of the target does, packed ones left out."""
         return float(sum(p.detach().double().sum() for p in self.model_runner.get_model().parameters()))
@@ -69,8 +101,9 @@ class Worker(Base):
     def epoch(self) -> int:
         return self._tts().epoch
 
-    def set_mutant(self, twin: Twin | None) -> None:
-        """Verify with this model's q instead of the one each token was drafted from: the fault the stored q protects from."""
+    def set_mutant(self, twin: Any) -> None:
+        """Verify with this model's q instead of the one each token was drafted from: the fault the stored q protects from. On V2 a
+        function of the stored logits."""
         self.mutant = twin
 
     def _laws_of_the_mutant(self, drafted: list[int], counts: list[int]) -> torch.Tensor:

@@ -235,3 +235,14 @@ def test_an_engines_refusal_names_its_field() -> None:
         raise AssertionError
 
     assert asyncio.run(refused()).field == "path"  # what a gateway behind a gateway said
+
+
+def test_a_refusal_keeps_nothing_of_the_body() -> None:
+    """One exception raised again and again kept the frames of all of them: 70 MB in 100,000 inputs."""
+    seen = []
+    for _ in range(2):
+        with pytest.raises(ConfigError) as caught:
+            parse_body(b"[" * 100_000)
+        seen.append(caught.value)
+    assert seen[0] is not seen[1]
+    assert len(caught.traceback) < 6

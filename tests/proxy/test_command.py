@@ -86,6 +86,18 @@ async def test_the_command_serves_keeps_its_secrets_and_leaves_no_process(tmp_pa
             children = await asyncio.to_thread(group_of, process.pid)
             assert children
             log = Path(re.findall(r"log: (\S+)\)", said)[0])
+            # a proxy that runs is found by its port, the gateway behind it too, and the agent sees no secret but its own
+            seen = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "agentguard", "wrap", "--port", str(port), "--", sys.executable, "-c", SDK + LISTED,
+                stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, stdin=asyncio.subprocess.DEVNULL,
+                env=environment(tmp_path, AGENTGUARD_API_KEY=gateway_key, AGENTGUARD_UPSTREAM_KEY=upstream_key),
+            )  # fmt: skip
+            out, told = await seen.communicate()
+            assert seen.returncode == 0, told.decode()
+            assert "starting the proxy" not in told.decode()
+            assert "agentguard: 2 steps" in told.decode()
+            for secret in (key.strip(), gateway_key, upstream_key):
+                assert secret not in out.decode() + told.decode()
             public = said + await asyncio.to_thread(said_by, [process.pid, *children]) + await asyncio.to_thread(log.read_text)
             for secret in (key.strip(), gateway_key, upstream_key, "sk-the-user-s-own-key"):
                 assert secret not in public
@@ -106,14 +118,22 @@ print(sys.stdin.read().strip(), file=sys.stderr)
 asked = [{"role": "user", "content": "hi"}]
 print(openai.OpenAI().chat.completions.create(model="any", messages=asked).choices[0].message.content)
 print(anthropic.Anthropic().messages.create(model="any", messages=asked, max_tokens=99).content[-1].text)
-sys.exit(7)
+"""
+LISTED = """
+import pathlib
+for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
+    try:
+        print(path.read_bytes())
+    except OSError:
+        pass
+print({k: v for k, v in __import__("os").environ.items() if k.startswith("AGENTGUARD")})
 """
 
 
 async def test_wrap_starts_what_is_missing_for_any_sdk_program(tmp_path: Path) -> None:
     async with guarded(Script(chat=ANSWERS)) as (_, events, gateway):
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "agentguard", "wrap", "--gateway", gateway, "--", sys.executable, "-c", SDK,
+            sys.executable, "-m", "agentguard", "wrap", "--gateway", gateway, "--", sys.executable, "-c", SDK + "sys.exit(7)",
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
             env=environment(tmp_path),
         )  # fmt: skip

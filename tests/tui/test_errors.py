@@ -292,9 +292,9 @@ def test_a_missing_or_broken_environment_is_named(tmp_path: Path) -> None:
 
 
 def test_run_needs_a_known_theme(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    import structlog
+    from agentguard import logs
 
-    monkeypatch.setattr(structlog, "configure", lambda **_: None)
+    monkeypatch.setattr(logs, "silence", lambda: None)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     with pytest.raises(ConfigError, match="did you mean 'agentguard-light'"):
         run_screen(Options(theme="agentguard-ligth"))
