@@ -33,6 +33,13 @@ from agentguard.tts_settings import TtsSettings
 
 PREFIX: Final = "AGENTGUARD_"
 DEFAULT: Final = "default"
+OTHERS: Final = frozenset(
+    {
+        "api_key", "operator_key", "upstream_key", "proxy_key", "log_format", "log_level", "tui_config", "tui_keys", "tui_theme",
+        "smollm2", "shots", "update_golden",
+    }
+)  # fmt: skip
+"""Variables behind `PREFIX` that are no keys of the policy: secrets, the log's, the monitor's, and those of the tests."""
 NOT_FROM_A_PROJECT: Final = {
     "engine.extra_args": "arguments of vLLM can name code to run, and a project file comes with whatever was cloned",
 }
@@ -180,8 +187,7 @@ def from_options(options: Mapping[str, Any], settings: Sequence[str] = ()) -> La
 def from_environment(environ: Mapping[str, str] = os.environ) -> Layer:
     """Variables named AGENTGUARD_ and a key of the policy. An empty one counts as not set.
 
-    Variables of other parts of agentguard (keys, the monitor's) are left alone. Raises ConfigError for one that looks like a key of
-    the policy and is none.
+    `OTHERS` are left alone. Raises ConfigError for one that looks like a key of the policy and is none.
     """
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
@@ -193,7 +199,7 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> Layer:
             key = "store.url"  # its short form, which `agentguard sessions` reads too
         top, dot, _ = key.partition(".")
         if top not in Policy.model_fields:
-            if dot or difflib.get_close_matches(key, Policy.model_fields, n=1, cutoff=0.85):
+            if key not in OTHERS and (dot or difflib.get_close_matches(key, Policy.model_fields, n=1, cutoff=0.7)):
                 raise ConfigError(name, environ[name], f"no key of the policy; {nearest(top, Policy.model_fields)}")
             continue
         _put(values, key, environ[name], name)

@@ -186,21 +186,35 @@ class Guesses:
     """Which run of a task a guessed id means. The same task started again is a new session: a request without a turn of the model's
     and no longer than the run's first begins one (an agent may leave a useless turn out and complain), and so does the first after
     half an hour of silence. The very same request again within a minute of one that was refused is a retry of the run's first, not
-    a new run: what is remembered of a prompt that did not fit must be found. Bounded; the least recently used is forgotten."""
+    a new run: what is remembered of a prompt that did not fit must be found. Bounded; the least recently used is forgotten.
 
-    def __init__(self, limit: int = 10_000, clock: Callable[[], float] = time.monotonic) -> None:
+    ``told`` and ``learn`` carry what is known of a guess to another gateway, or to the next one on this port."""
+
+    def __init__(self, limit: int = 10_000, clock: Callable[[], float] = time.time) -> None:
         self._limit = limit
         self._clock = clock
-        self._runs: OrderedDict[Identity, tuple[int, float, int, int, bool]] = OrderedDict()
+        self._runs: OrderedDict[Identity, tuple[int, float, int, str, bool]] = OrderedDict()
+
+    def told(self, identity: Identity) -> str:
+        """What is known of the guess, as text; "" for nothing."""
+        return json.dumps(self._runs[identity]) if identity in self._runs else ""
+
+    def learn(self, identity: Identity, text: str) -> None:
+        """Take over what another one told. Text that cannot be read is passed over: a guess may be forgotten."""
+        try:
+            run, seen, first, mark, refused = json.loads(text)
+            self._runs[identity] = (int(run), float(seen), int(first), str(mark), bool(refused))
+        except (ValueError, TypeError):
+            return
 
     def place(self, identity: Identity, body: Mapping[str, Any]) -> Identity:
         """The identity with the run's number; one that was not guessed as it is."""
         if not identity.guessed:
             return identity
         now = self._clock()
-        run, seen, first, latest, refused = self._runs.pop(identity, (0, now, 0, 0, False))
+        run, seen, first, latest, refused = self._runs.pop(identity, (0, now, 0, "", False))
         messages = list(messages_of(body))
-        mark = hash((len(messages), *(_stable(m.get("content")) for m in (*messages[:1], *messages[-1:]))))
+        mark = digest(str(len(messages)), *(_stable(m.get("content")) for m in (*messages[:1], *messages[-1:])))
         turns = any(m.get("role") == "assistant" or m.get("type") in _TURNS for m in messages)
         again = refused and mark == latest and now - seen <= RETRY_S
         if run == 0 or (not turns and len(messages) <= first and not again) or now - seen > IDLE_S:

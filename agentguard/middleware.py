@@ -64,7 +64,7 @@ from agentguard.session import Record, Session, Sessions
 from agentguard.step import Closed, Step
 from agentguard.store import StoreError
 from agentguard.store.accounts import Ask, Grant, Key, Refusal, Settlement, keys_of
-from agentguard.store.books import PATIENCE_S, Books
+from agentguard.store.books import SETTLED_S, Books
 from agentguard.store.sessions import MemorySessions
 from agentguard.telemetry.hub import Hub
 from agentguard.trace.controller import Controller
@@ -384,7 +384,7 @@ class Guard:
             known.steps_started += 1
             # the reservation that failed is taken back under its name, so the step has another one
             return known, known.steps_started, want, f"{request_id}.late"
-        session = self._synced(identity, answer)
+        session = self._synced(known, answer)
         if isinstance(answer, Refusal):
             if answer.meter == "busy":
                 raise SessionBusyError(str(identity), answer.value, answer.limit)
@@ -398,9 +398,9 @@ class Guard:
         session.steps_started = max(session.steps_started, answer.number)
         return session, answer.number, answer.tokens, request_id
 
-    def _synced(self, identity: Identity, answer: Grant | Refusal) -> Session:
-        """This worker's session with what others have added."""
-        session, meters = self.sessions.get(identity), answer.meters
+    def _synced(self, session: Session, answer: Grant | Refusal) -> Session:
+        """This worker's session, the one that was asked with, and what others have added."""
+        identity, meters = session.identity, answer.meters
         if session.born != meters.born:
             if session.born:  # it was forgotten, and begins anew
                 self.sessions.forget(identity)
@@ -430,7 +430,7 @@ class Guard:
         done = self.books.post(key, settlement, session.recorded)
         if not done.is_set() and not self.books.away:
             try:
-                async with asyncio.timeout(PATIENCE_S):
+                async with asyncio.timeout(SETTLED_S):
                     await done.wait()
             except TimeoutError:
                 told = {"session": str(session.identity), "request": event.request}

@@ -213,6 +213,7 @@ class Tally:
     ended_with_error: Counter[str] = field(default_factory=Counter)
     refused: Counter[str] = field(default_factory=Counter)
     not_served: int = 0
+    internal_errors: list[str] = field(default_factory=list)
 
 
 class Broken(Exception):
@@ -255,8 +256,10 @@ async def ask(port: int, session: str, seed: int, rng: random.Random, tally: Tal
         writer.close()
     status = int(reply.split(b" ", 2)[1])
     if status != 200:
-        error = json.loads(data)["error"]
-        tally.refused[f"{status} {error.get('code')}"] += 1
+        try:
+            tally.refused[f"{status} {json.loads(data)['error'].get('code')}"] += 1
+        except ValueError:  # not one of the gateway's own refusals
+            tally.internal_errors.append(data[:100].decode(errors="replace"))
         return False
     if whole:
         message = json.loads(data)
@@ -356,6 +359,7 @@ class Soak:
         self.samples: dict[int, list[tuple[int, float, int]]] = {}
         self.asked: dict[str, Any] = {"max_tokens": options.max_tokens} if options.max_tokens else {}
         self.vllm: VllmProcess | None = None
+        self.sessions = 0
         self.log = (directory / "gateway.log").open("wb")
 
     # -- processes
@@ -534,11 +538,14 @@ class Soak:
         """`CLIENTS` agents at a time, until every session has had its steps."""
         each = min(STEPS_A_SESSION, self.options.steps)
         sessions = iter(range(-(-self.options.steps // each)))
-        left = self.options.steps
+        left, until = self.options.steps, time.monotonic() + self.options.seconds
 
         async def work() -> None:
             nonlocal left
             for number in sessions:
+                if time.monotonic() > until:
+                    return
+                self.sessions += 1
                 steps = min(each, left)
                 left -= steps
                 await agent(f"soak-{number}", steps, random.Random(f"{self.options.seed}-{number}"), self)
@@ -551,10 +558,11 @@ class Soak:
         rss, rss_error = slope([(x / 1000, y) for x, y, _ in longest])
         fds, fds_error = slope([(x / 1000, float(y)) for x, _, y in longest])
         found: dict[str, Any] = {
-            "steps": tally.steps, "sessions": -(-self.options.steps // min(STEPS_A_SESSION, self.options.steps)),
+            "steps": tally.steps, "sessions": self.sessions,
             "chunks_per_step": round(tally.tokens / max(1, tally.steps), 1), "seconds": round(took, 1),
             "empty_messages": tally.empty_messages, "unended_streams": len(tally.unended), "severed": tally.severed,
             "not_served": tally.not_served, "hung_up": tally.hung_up, "ended_with_error": dict(tally.ended_with_error),
+            "internal_errors": len(tally.internal_errors),
             "refused": dict(tally.refused), "faults": dict(self.injected), "workers": self.options.workers,
             "store": self.options.store, "clients": self.options.clients, "seed": self.options.seed,
             "rss_mb_per_1000_steps": rss, "rss_standard_error": rss_error, "fds_per_1000_steps": fds,
@@ -689,6 +697,7 @@ def main() -> None:
     parser.add_argument("--lease", type=float, default=5.0, help="Seconds a dead worker's reservation lasts.")
     parser.add_argument("--drain", type=float, default=5.0)
     parser.add_argument("--sample", type=float, default=2.0, help="Seconds between two looks at memory.")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="No session begins after so long.")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--vllm", action="store_true", help="The reference pair on a real vLLM, instead of scripted engines.")
     parser.add_argument("--max-tokens", type=int)
@@ -716,7 +725,13 @@ def main() -> None:
         print(f"{name:34} {value}")
     if options.json:
         options.json.write_text(json.dumps(found, indent=1) + "\n")
-    bad = found["empty_messages"] + found["unended_streams"] + found["account_errors"] + found["not_served"]
+    bad = (
+        found["empty_messages"]
+        + found["unended_streams"]
+        + found["account_errors"]
+        + found["not_served"]
+        + found["internal_errors"]
+    )
     sys.exit(1 if bad or found["steps"] < options.steps else 0)
 
 

@@ -14,7 +14,17 @@ import yaml
 from agentguard import policy as policies
 from agentguard import recipes
 from agentguard.cautions import cautions, head_drafter
-from agentguard.configuration import Layer, for_upstream, from_environment, from_options, gather, masked, merge, project_file
+from agentguard.configuration import (
+    OTHERS,
+    Layer,
+    for_upstream,
+    from_environment,
+    from_options,
+    gather,
+    masked,
+    merge,
+    project_file,
+)
 from agentguard.errors import ConfigError
 from agentguard.policy import NOT_MEASURED, Policy
 from agentguard.reference import reference_model
@@ -90,6 +100,7 @@ def test_arms_are_taken_whole_and_not_mixed() -> None:
         ({"AGENTGUARD_CUTOFF__F_MXA": "1"}, "AGENTGUARD_CUTOFF__F_MXA='cutoff.f_mxa': unknown key; did you mean 'f_max'"),
         ({"AGENTGUARD_CUTOF__F_MAX": "1"}, "no key of the policy; did you mean 'cutoff'"),
         ({"AGENTGUARD_CONTENTS": "1"}, "no key of the policy; did you mean 'content'"),
+        ({"AGENTGUARD_RUEL": "strict"}, "no key of the policy; did you mean 'rule'"),
         ({"AGENTGUARD_MODEL__X": "1"}, "'model' holds a value and no keys"),
         ({"AGENTGUARD_CUTOFF__F_MAX": "[1"}, "is no value in YAML"),
     ],
@@ -97,6 +108,16 @@ def test_arms_are_taken_whole_and_not_mixed() -> None:
 def test_a_variable_that_looks_like_a_key_and_is_none_is_refused(environ: dict[str, str], said: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(said)):
         from_environment(environ)
+
+
+def test_no_variable_that_we_read_ourselves_is_refused() -> None:
+    sources = (path for folder in ("agentguard", "engine_plugins", "tests", "docs") for path in (ROOT / folder).rglob("*"))
+    texts = [path.read_text() for path in sources if path.suffix in (".py", ".md") and path.name != "test_configuration.py"]
+    names = {name for text in texts for name in re.findall(r"\bAGENTGUARD_([A-Z][A-Z0-9_]*[A-Z0-9])\b", text)}
+    assert len(names) > 10
+    for name in names:
+        key = name.lower().replace("__", ".").partition(".")[0]
+        assert key in OTHERS or key in Policy.model_fields, name
 
 
 def test_variables_of_others_and_empty_ones_are_left_alone() -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from agentguard.reference import reference_model, weights_hash
 from agentguard.rulespec import KNOBS
+from agentguard.study.grid import FIVE
 from agentguard.tts_settings import TtsSettings
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -48,6 +49,20 @@ def test_the_rules_page_names_every_rule_with_its_knobs_and_measured_it_twice(ru
         mine = [arm for arm in arms if arm["rule"].split(":")[0] == name]
         assert {arm["filter"] for arm in mine} == {False, True}
         assert all(arm["sessions"] >= 96 for arm in mine)
+
+
+def test_the_tables_of_the_study_page_are_those_of_the_kept_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    study_page = script("study_page", monkeypatch)
+    text, kept = study_page.PAGE.read_text(), json.loads(study_page.STUDY.read_text())
+    assert text == study_page.page(text, kept)
+    assert {(arm["rule"].split(":")[0], arm["filter"], arm["close"]) for arm in kept["arms"]} == {
+        (name, filtered, close) for name in KNOBS for filtered in (False, True) for close in ("off", "adaptive")
+    }
+    assert min(arm["sessions"] for arm in kept["arms"]) >= 96
+    assert all(arm["sessions"] >= 256 for arm in kept["arms"] if arm["rule"].split(":")[0] in ("strict", *FIVE))
+    assert kept["sessions"]["planned"] == kept["sessions"]["recorded"]
+    weights = kept["provenance"]["weights_sha256"]
+    assert weights == {"model": weights_hash(reference_model("target")), "draft": weights_hash(reference_model("draft"))}
 
 
 def test_the_tables_of_the_tts_page_are_those_of_the_kept_results(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,7 @@ from agentguard.policy import Policy, ServingLimits
 from agentguard.store import StoreError, accounts
 from agentguard.store.accounts import Ask, Grant, Key, Settlement
 from agentguard.store.books import Books
-from agentguard.store.sessions import open_sessions
+from agentguard.store.sessions import SessionStore, open_sessions
 from agentguard.telemetry.hub import Hub
 from tests.scripted import END, STOP, USAGE, A, B, Script, chunk, text_chunk, thinking, upstream
 from tests.test_guard import ASK, THINKS_AND_ANSWERS, Rig, rig, text
@@ -494,6 +494,39 @@ async def test_a_step_that_runs_while_redis_dies_is_settled_when_it_is_back(redi
         assert (meters.steps, meters.tokens, meters.lost) == (1, 7, 0)
 
 
+class Late:
+    """A store that answers while the loop is busy with something else, or late."""
+
+    def __init__(self, store: SessionStore, busy_s: float, late_s: float) -> None:
+        self.store, self.busy_s, self.late_s = store, busy_s, late_s
+
+    async def reserve(self, key: Key, ask: Ask) -> Any:
+        answer = asyncio.ensure_future(self.store.reserve(key, ask))
+        await asyncio.sleep(self.late_s)
+        end = time.monotonic() + self.busy_s
+        while time.monotonic() < end:
+            pass
+        return await answer
+
+    async def settle(self, batch: Any) -> list[int]:
+        return await self.store.settle(batch)
+
+
+async def test_a_busy_loop_is_no_store_that_is_away(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("agentguard.store.books.PATIENCE_S", 0.1)
+    async with open_sessions(f"sqlite:{tmp_path / 's.db'}") as store:
+        books = Books(Late(store, busy_s=1.0, late_s=0.0))  # type: ignore[arg-type]
+        assert isinstance(await books.reserve(Key("", "me"), Ask("a", 10)), Grant)
+        books = Books(Late(store, busy_s=0.0, late_s=5.0))  # type: ignore[arg-type]
+        async with books.open():
+            with pytest.raises(StoreError, match="did not answer"):
+                await books.reserve(Key("", "me"), Ask("b", 10))
+            with pytest.raises(StoreError):  # and at once, while it is known to be away
+                await books.reserve(Key("", "me"), Ask("c", 10))
+        ((_, meters),) = await store.sessions()
+        assert meters.steps == 1  # what was given up left nothing behind
+
+
 async def test_a_queue_of_settlements_is_bounded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("agentguard.store.books.QUEUE", 10)
     async with open_sessions(f"sqlite:{tmp_path / 's.db'}") as store:
@@ -547,7 +580,7 @@ async def test_a_full_disk_is_an_error_of_that_step_and_passes(tmp_path: Path) -
     import asyncio, resource
     from agentguard.store import StoreError
     from agentguard.store.accounts import Ask, Grant, Key, Settlement
-    from agentguard.store.sessions import open_sessions
+    from agentguard.store.sessions import SessionStore, open_sessions
 
     async def main():
         async with open_sessions("sqlite:{tmp_path / "s.db"}") as store:

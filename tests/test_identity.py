@@ -81,6 +81,18 @@ def test_a_task_started_again_is_a_new_session_and_so_is_one_after_a_long_silenc
     assert guesses.place(who, later).session.endswith(".1")  # forgotten
 
 
+def test_another_gateway_goes_on_where_this_one_was() -> None:
+    here, there = Guesses(clock=lambda: 0.0), Guesses(clock=lambda: 1.0)
+    who, later = identify({}, CHAT), CHAT | {"messages": ANSWERED}
+    assert here.told(who) == ""
+    for _ in range(2):
+        here.place(who, CHAT)
+    there.learn(who, here.told(who))
+    assert there.place(who, later).session.endswith(".2")
+    there.learn(who, "not what was told")
+    assert there.place(who, CHAT).session.endswith(".3")
+
+
 def test_a_retry_of_the_first_request_is_no_new_session() -> None:
     """An SDK tries a refused request again within seconds; what was answered and is asked again is another run of the task."""
     now = 0.0

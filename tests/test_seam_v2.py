@@ -173,6 +173,30 @@ def test_the_trace_is_counted_on_the_device_as_on_the_host(happened: dict[str, A
     assert all(happened["phases"])
 
 
+def test_the_draft_s_tokens_are_drawn_from_the_law_a_trainer_is_sent(happened: dict[str, Any]) -> None:
+    """vLLM's own speculator, with logits kept for verification: 600 tokens of one row, chi-square."""
+    found = happened["lessons"]
+    drawn, law = torch.tensor(found["drawn"]).double(), torch.tensor(found["law"]).double()
+    assert p_value(drawn, law / law.sum() * 600) > 1e-3
+
+
+@pytest.mark.parametrize("how", ["whole", "chunks"])
+def test_what_a_trainer_is_sent_is_what_decided(how: str, happened: dict[str, Any]) -> None:
+    """Whole or in chunks the batch makes one frame; q is the one that was drafted with, though the weights have changed since."""
+    found = happened["lessons"][how]
+    assert found["failed"] == ""
+    assert (found["frames"], found["requests"]) == (1, [f"r{i}" for i in range(6)])
+    assert found["worst"] < 1e-6 < 0.5 < found["changed"], "q of the weights that came since is another one"
+    assert found["worst_p"] < 1e-6, "also of the row that a rule rewrote"
+    assert found["drafted"]
+    assert found["out"]
+    assert found["tokens"] == [[0, 1], [0, 1, 2], [0, 1, 2, 3], [1, 2, 3, 4], [2, 3, 4, 5], [3, 4, 5, 6]], "a window of 4"
+    assert found["starts"] == [[2, 0, 0], [3, 0, 0], [4, 0, 0], [5, 1, 0], [6, 2, 0], [7, 3, 0]]
+    assert found["ratios"] < 1e-6
+    assert all(would == accepted for would, accepted in found["decided"])
+    assert {accepted for _, accepted in found["decided"]} == {True, False}
+
+
 @pytest.mark.parametrize("bad", ["nan", "inf"])
 def test_rows_of_q_that_are_no_law_are_rejected_and_the_targets_law_is_drawn(bad: str, happened: dict[str, Any]) -> None:
     """As on V1 (test_tts_worker.py). V2 itself would give the same token each time; sound rows keep every bit."""

@@ -14,8 +14,11 @@ from pathlib import Path
 import pytest
 
 from agentguard.errors import ConfigError
+from agentguard.gateway.guesses import SharedGuesses
+from agentguard.identity import Identity
 from agentguard.store import StoreError, accounts, open_store
 from agentguard.store.accounts import LOG, Account, Ask, Grant, Key, Refusal, Settlement
+from agentguard.store.books import Books
 from agentguard.store.migrations import MIGRATIONS
 from agentguard.store.sessions import MemorySessions, SessionStore, open_sessions
 from tests.test_store import redis_server
@@ -44,6 +47,16 @@ async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
         if request.param == "redis":
             url = await stack.enter_async_context(redis_server())
         yield await stack.enter_async_context(open_sessions(url))
+
+
+class Away:
+    """A store that nobody reaches."""
+
+    async def recall(self, name: str) -> str:
+        raise StoreError("gone")
+
+    async def note(self, name: str, text: str) -> None:
+        raise StoreError("gone")
 
 
 async def one(store: SessionStore, key: Key = ME) -> accounts.Meters:
@@ -264,6 +277,29 @@ async def test_old_sessions_are_swept_and_running_ones_are_not(url: str) -> None
         assert await store.sweep(3600) == 0
         assert await store.sweep(0.01) == 1
         assert [key.session for key, _ in await store.sessions()] == ["running"]
+
+
+async def test_a_session_without_an_id_is_the_same_one_at_every_gateway_and_after_a_restart(url: str) -> None:
+    who = Identity("", "h-" + "0" * 16)
+    first = {"messages": [{"role": "user", "content": "fix it"}]}
+    later = {"messages": [*first["messages"], {"role": "assistant", "content": "done"}, {"role": "user", "content": "test it"}]}
+    async with open_sessions(url) as one, open_sessions(url) as two:
+        here, there = SharedGuesses(Books(one), 10), SharedGuesses(Books(two), 10)
+        assert [(await place(who, first)).session[-2:] for place in (here.place, there.place)] == [".1", ".2"]
+        assert (await here.place(who, later)).session[-2:] == ".2"  # whose first request the other one had
+        await here.refused(who)
+        assert (await there.place(who, later)).session[-2:] == ".2"
+    async with open_sessions(url) as again:
+        assert (await SharedGuesses(Books(again), 10).place(who, later)).session[-2:] == ".2"
+        assert (await SharedGuesses(Books(again), 10).place(who, first)).session[-2:] == ".3"
+
+
+async def test_a_guess_is_made_without_a_store_that_is_away() -> None:
+    who, body = Identity("", "h-" + "0" * 16), {"messages": [{"role": "user", "content": "fix it"}]}
+    books = Books(Away())  # type: ignore[arg-type]
+    guesses = SharedGuesses(books, 10)
+    assert [(await guesses.place(who, body)).session[-2:] for _ in range(2)] == [".1", ".2"]
+    assert "gone" in books.away
 
 
 @pytest.mark.parametrize(("bad", "named"), [("mysql:x", "sqlite:PATH"), ("sqlite:", "sqlite:PATH")])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -207,6 +208,23 @@ def test_without_a_terminal_progress_is_a_line_now_and_then(capsys: pytest.Captu
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "chain: 1 of 3 sessions"
     assert lines[-1].startswith("chain: 3 of 3 sessions")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_on_a_terminal_progress_is_a_bar() -> None:
+    screen = Terminal()
+    with progress_of("chain", 4, screen) as progress:
+        progress.say("watch it")
+        progress.found(1)
+        for _ in range(3):
+            progress.advance()
+    shown = screen.getvalue()
+    assert "watch it" in shown
+    assert "chain: 4 of 4 sessions" in shown
 
 
 def test_provenance_says_what_ran_and_names_no_path_of_this_machine() -> None:

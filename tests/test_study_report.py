@@ -14,7 +14,7 @@ import pytest
 from agentguard.errors import ConfigError
 from agentguard.study import inference, report
 from agentguard.study.records import Header, RoundStats, SessionRecord
-from agentguard.study.report import RECORDING, check_report, markdown, page, write_report
+from agentguard.study.report import RECORDING, check_report, markdown, page, plots, write_report
 from agentguard.study.report.papers import compare
 from agentguard.study.report.tables import sheets
 from agentguard.study.report.words import verdict
@@ -146,6 +146,18 @@ def test_the_verdict_in_words_answers_what_a_report_owes(document: dict[str, Any
     assert "is thinking" in said
     assert re.search(rf"Some never state it: `{LONG}` \d+ of {N} \(strict {N}\)", said)
     assert "Not finished" not in said
+
+
+def test_the_break_even_line_is_where_gain_and_inflation_are_equal(document: dict[str, Any]) -> None:
+    from matplotlib.figure import Figure
+
+    axes = Figure().subplots()
+    plots._gains(axes, [a for a in document["arms"] if a["close"] == "off" and a["rule"] != "strict"])
+    (line,) = (one for one in axes.lines if str(one.get_label()).startswith("break even"))
+    xs, ys = (list(map(float, values)) for values in line.get_data())
+    assert xs == ys
+    assert len(xs) > 50  # a chord of two points would not be the curve it is on a logarithmic axis
+    assert min(xs) < 1 < max(xs)
 
 
 def test_an_unfinished_study_says_so_first() -> None:

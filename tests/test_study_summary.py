@@ -327,6 +327,13 @@ def test_a_rule_that_is_slower_by_the_clock_does_not_win(few: None) -> None:
     assert (judged.verdict, "slower to the last token" in judged.reason) == ("loss", True)
 
 
+def test_a_handful_of_sessions_gets_no_verdict() -> None:
+    found = arm(study([*STRICT, *RELAXED]))
+    assert found.rounds_ratio is not None
+    assert found.rounds_ratio.low > 1
+    assert (found.verdict, found.reason[:40]) == ("undecided", "4 sessions are too few for a verdict, ta")
+
+
 def test_many_arms_cost_certainty(few: None) -> None:
     """The same rule beside 15 others without an effect: its p is adjusted, and theirs call nothing."""
     records = [*drawn("strict", 60, 1.0, 1.0, 0.9, 1)]

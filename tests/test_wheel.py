@@ -158,7 +158,19 @@ def inside(environment: Environment, path: str) -> bool:
     return Path(path).is_relative_to(environment.folder)
 
 
-async def test_the_gateways_environment_guards_a_server(gateway: Environment) -> None:
+SDK = """
+import asyncio, sys, agentguard
+
+async def main(url):
+    async with agentguard.connect(url) as guard, guard.session("wheel") as s:
+        reply = await s.complete("hi")
+        print(reply.content, s.budget.steps)
+
+asyncio.run(main(sys.argv[1]))
+"""
+
+
+async def test_the_gateways_environment_guards_a_server_and_the_users_reaches_it(gateway: Environment, user: Environment) -> None:
     assert await asyncio.to_thread(gateway.run, "agentguard", "--version") == f"agentguard, version {__version__}\n"
     found = json.loads(await asyncio.to_thread(gateway.run, "agentguard", "recipes", "check", "--json"))
     assert len(found) > 8
@@ -189,6 +201,9 @@ async def test_the_gateways_environment_guards_a_server(gateway: Environment) ->
                 reply = await client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "hi"}]})
                 assert reply.json()["choices"][0]["message"]["content"] == "b"
                 assert 'agentguard_requests_total{outcome="answered"} 1.0' in (await client.get("/metrics")).text
+            assert await asyncio.to_thread(user.run, "python", "-c", SDK, ready["url"]) == "b 1\n"
+            watched = await asyncio.to_thread(user.run, "agentguard", "tui", "--gateway", ready["url"], "--once", "--json")
+            assert len(json.loads(watched)["sessions"]) == 2
         finally:
             process.send_signal(signal.SIGTERM)
             async with asyncio.timeout(30):

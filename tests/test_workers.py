@@ -227,6 +227,7 @@ def test_a_small_soak_with_every_fault(tmp_path: Path) -> None:
     assert report.exists(), ran.stdout + ran.stderr
     found = json.loads(report.read_text())
     assert (found["steps"], found["not_served"]) == (500, 0)
+    assert found["internal_errors"] == 0
     assert (found["empty_messages"], found["unended_streams"], found["account_errors"]) == (0, 0, 0), ran.stdout
     assert sum(found["faults"].values()) >= 3
     assert found["steps_exact"] > 400

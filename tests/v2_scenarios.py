@@ -21,6 +21,7 @@ import zmq  # isort: skip
 from vllm.sampling_params import SamplingParams  # isort: skip
 from vllm.v1.worker.gpu.input_batch import post_update  # isort: skip
 from vllm.v1.worker.gpu.sample.sampler import Sampler  # isort: skip
+from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator  # isort: skip
 from vllm.v1.worker.gpu.states import RequestState  # isort: skip
 
 from agentguard.tts_settings import TtsSettings
@@ -329,6 +330,102 @@ def without_draft_logits() -> list[int]:
     return number.tolist()
 
 
+def lessons() -> dict[str, Any]:
+    """vLLM's own speculator draws drafts from a model whose weights change before they are verified; what a trainer is sent of
+    that, with the batch verified in one piece and in chunks. worst: the largest difference between the q that was sent and the one
+    that was drafted with."""
+    n, v, endpoint = 6, 12, f"ipc://{tempfile.mkdtemp()}/frames"
+    generator = torch.Generator().manual_seed(8)
+    heat = torch.tensor([1.0, 0.7, 1.0, 0.0, 1.3, 1.0])
+    hidden, weights = torch.randn(K, n, 5, generator=generator), torch.randn(5, v, generator=generator)
+    seeds, idx = torch.arange(n) + 20, torch.arange(n)
+    model = SimpleNamespace(weights=weights.clone())
+    drafter = SimpleNamespace(
+        use_local_argmax_reduction=False, draft_watermarker=None, use_fp64_gumbel=False, _maybe_predict_acceptance=lambda *_: None,
+        compute_draft_logits=lambda states, _: states @ model.weights,
+    )  # fmt: skip
+    draft, drafts = torch.zeros(n, K, v), torch.zeros(n, K, dtype=torch.int64)
+    for k in range(K):
+        drafts[:, k] = DraftModelSpeculator.sample_draft(
+            drafter, hidden[k], torch.full((n,), 3 + k), idx, heat, seeds, torch.tensor(k), draft
+        )
+    used = (torch.stack([hidden[k] @ weights for k in range(K)], 1) / torch.where(heat == 0, 1.0, heat)[:, None, None]).softmax(-1)
+    model.weights.normal_(generator=generator)  # a publish between drafting and verification
+    # many tokens of one row, to see that the q that is sent is the one they are drawn from
+    many = DraftModelSpeculator.sample_draft(
+        SimpleNamespace(**vars(drafter) | {"compute_draft_logits": lambda *_: (hidden[0, 1] @ weights).repeat(600, 1)}),
+        hidden[0], torch.arange(600), torch.ones(600, dtype=torch.int64), heat, seeds, torch.tensor(0), draft.clone(),
+    )  # fmt: skip
+    capture = Capture(endpoint, window=4, width=0)
+    socket = zmq.Context.instance().socket(zmq.PULL)
+    socket.connect(endpoint)
+    capture._socket.poll(5000, zmq.POLLOUT)
+    target = torch.randn(n, K + 1, v, generator=generator)
+    for k in range(K):  # near enough to the draft for some tokens to be taken
+        target[:, k] = hidden[k] @ weights + 0.7 * target[:, k]
+    target = target.view(-1, v)
+    out: dict[str, Any] = {"drawn": torch.bincount(many, minlength=v).tolist(), "law": used[1, 0].tolist()}
+    for name, step in (("whole", n), ("chunks", 2)):
+        serving = Serving(SimpleNamespace(device=torch.device("cpu")), TtsSettings.parse({}), capture, lambda _: None, "e")
+        serving._live = True
+        tap = Tap()
+        engine = v2.Engine(n, v, K, tap=tap, serving=serving)
+        for slot in range(n):
+            engine.admit(
+                slot, f"r{slot}", list(range(slot + 2)), ag_rule="cactus:delta=0.3" if slot == 2 else "strict", ag_phase="both"
+            )
+        engine.draft = draft.clone()
+        processed = target.clone() / torch.where(heat == 0, 1.0, heat).repeat_interleave(K + 1)[:, None]
+
+        def verify(
+            logits: torch.Tensor, batch: Any, draft_logits: Any = None, invalid: Any = None, *, step: int = step,
+            processed: torch.Tensor = processed,
+        ) -> Any:  # fmt: skip
+            """In chunks of so many requests, as vLLM cuts large batches."""
+            found = []
+            for first in range(0, n, step):
+                at, rows = slice(first, first + step), slice(first * (K + 1), (first + step) * (K + 1))
+                ends = batch.cu_num_logits[first : first + step + 1] - first * (K + 1)
+                found.append(
+                    v2.rejection_sampler.rejection_sample(
+                        processed[rows], draft_logits, batch.drafted[rows], ends, batch.pos[rows], batch.idx_mapping[at],
+                        batch.expanded_idx_mapping[rows], batch.expanded_local_pos[rows], heat, seeds, K,
+                    )
+                )  # fmt: skip
+            return torch.cat([one[0] for one in found]), torch.cat([one[1] for one in found])
+
+        engine.runner.rejection_sampler.stock = verify
+        p = processed.view(n, K + 1, v)[:, :K].softmax(-1)
+        sampled, number = engine.verify(processed, drafts.tolist(), list(range(n)), temperature=heat)
+        frames = []
+        while socket.poll(300):
+            frames.append(wire.decode(socket.recv()))
+        rows = [row for frame in frames for row in frame.rounds]
+        sent = {row.request: row for row in rows}
+        told = {one.request: one for frame in tap.frames for one in frame}
+        out[name] = {
+            "frames": len(frames), "requests": [row.request for row in rows], "failed": serving.failed,
+            "tokens": [row.tokens for row in rows], "starts": [[row.start, row.since, row.output] for row in rows],
+            "drafted": [row.drafted for row in rows] == drafts.tolist(),
+            "out": [row.out for row in rows] == [t[:k] for t, k in zip(sampled.tolist(), number.tolist(), strict=True)],
+            "worst": max(float((sent[f"r{i}"].laws.draft().logp.exp() - used[i]).abs().max()) for i in range(n)),
+            "worst_p": max(float((sent[f"r{i}"].laws.target().logp.exp() - p[i]).abs().max()) for i in range(n)),
+            "changed": float((torch.stack([hidden[k] @ model.weights for k in range(K)], 1).softmax(-1) - used).abs().max()),
+            # strict rows up to the first rejected one: the coin against the ratio of what was sent decides as vLLM did
+            "decided": [
+                [bool(told[f"r{i}"].rows.would[j]), j < told[f"r{i}"].accepted]
+                for i in (0, 1, 4, 5) for j in range(min(told[f"r{i}"].accepted + 1, K))
+            ],
+            "ratios": max(
+                abs(told[f"r{i}"].rows.strict[j] - min(1.0, float(p[i, j, x] / used[i, j, x])))
+                for i in (0, 1, 4, 5) for j, x in enumerate(drafts[i].tolist())
+            ),
+        }  # fmt: skip
+    capture.close()
+    socket.close()
+    return out
+
+
 def broken_rows() -> dict[str, Any]:
     """First tokens of requests whose draft was made by weights of NaN, with the seam of an engine that trains its draft and with
     that of one that does not; then sound rows beside broken ones."""
@@ -586,6 +683,7 @@ def main() -> None:
         without_draft_logits,
         budgets,
         phases,
+        lessons,
         broken_rows,
         warmed_up,
         no_waiting,

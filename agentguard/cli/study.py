@@ -100,7 +100,15 @@ def run_command(
     rules = parse_arms(arms or (ARMS if close is None else "strict"))
     asked = suites.get(suite, data, tokens)
     if guard == "on":
-        _refuse("--guard on", close=close, out=out, resume=resume, budget=budget, recipe=recipe, fresh_engine=fresh_engine)
+        _refuse(
+            "--guard on",
+            close=close if close != "off" else None,
+            out=out,
+            resume=resume,
+            budget=budget,
+            recipe=recipe,
+            fresh_engine=fresh_engine,
+        )
         plan = StudyPlan(asked, rules, sessions, seed, temperature, concurrency, guarded=True)
         _run(plan, model, draft or "draft", json_path, events)
         return
@@ -185,6 +193,8 @@ def _run_cells(
 
     if resume and out is None:
         raise ConfigError("--resume", None, "goes on with the study in a folder; name it with --out")
+    if events is not None:  # a recording of events begins anew with every engine
+        _refuse("--events", resume=resume, fresh_engine=fresh)
     for option, path in (("--json", json_path), ("--events", events)):
         check_writable(option, path)
     if out is not None:

@@ -43,10 +43,11 @@ from agentguard.events import OperatorActed, OperatorAction, encode_json
 from agentguard.gateway.admission import Admission, Admit, Drain
 from agentguard.gateway.auth import Keyring, RequireKey
 from agentguard.gateway.fetches import check_fetches
+from agentguard.gateway.guesses import SharedGuesses
 from agentguard.gateway.pages import RefusePages
 from agentguard.gateway.step_events import EVENTS_HEADER, StepEvents
 from agentguard.gateway.watch import WATCHERS, Watch, interval_of
-from agentguard.identity import SESSION, Guesses, identify
+from agentguard.identity import SESSION, identify
 from agentguard.limits import BODY_S, MAX_BODY, MAX_DEPTH, MAX_ID_CHARACTERS
 from agentguard.middleware import Guard, Reply
 from agentguard.replies import collect
@@ -82,7 +83,7 @@ def create_app(
     which a gateway without keys is answered, besides addresses and localhost (gateway.pages); ``drain`` ends it; ``metrics`` is
     what `/metrics` shows beside the economics."""
     keys = keys or Keyring()
-    guesses = Guesses(guard.policy.max_sessions)
+    guesses = SharedGuesses(guard.books, guard.policy.max_sessions)
     drain = drain or Drain()
     admission = Admission(guard.policy.serving)
 
@@ -93,7 +94,7 @@ def create_app(
         side = request.headers.get(SIDE_HEADER, "") not in ("", "0", "false")
         told = Reply()
         who = identify(request.headers, body)
-        me = guesses.place(who, body)
+        me = await guesses.place(who, body)
         logs.bind(session=str(me))
         chunks = guard.stream(body, me, side=side, reply=told)
         try:
@@ -108,7 +109,7 @@ def create_app(
                 return StreamingResponse(events, media_type="text/event-stream", headers=_headers(told))
             reply = await _unless_gone(request, chunks, collect(chunks), drain)
         except AgentGuardError:
-            guesses.refused(who)
+            await guesses.refused(who)
             raise
         return _CLIENT_GONE if reply is None else JSONResponse(reply, headers=_headers(told))
 

@@ -10,11 +10,11 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from agentguard.errors import loggable
 from agentguard.store import StoreError, StoreRefusedError
@@ -25,9 +25,12 @@ from agentguard.tasks import owned_task
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 PATIENCE_S = 5.0
 """How long a step waits for the store."""
+SETTLED_S = 1.0
+"""How long the end of a stream waits for its settlement, which goes on behind it."""
 RETRY_S = 0.5
 """Between two tries while it is away."""
 QUEUE = 10_000
@@ -70,11 +73,12 @@ class Books:
 
     async def reserve(self, key: Key, ask: Ask) -> Grant | Refusal:
         """Raises StoreError, at once while the store is known to be away. A step that is given up leaves no reservation behind."""
+        if isinstance(self.store, MemorySessions):
+            return await self.store.reserve(key, ask)
         if self.away and time.monotonic() < self._retry_at:
             raise StoreError(self.away)
         try:
-            async with asyncio.timeout(PATIENCE_S):
-                answer = await self.store.reserve(key, ask)
+            answer = await _within(PATIENCE_S, self.store.reserve(key, ask))
         except BaseException as error:
             # it may have been made all the same, so it is taken back, before or after it arrives
             self.post(key, Settlement(ask.step, undo=True))
@@ -83,6 +87,27 @@ class Books:
             raise
         self._answered()
         return answer
+
+    async def recall(self, name: str) -> str:
+        """A note of this or another gateway, "" for none; while the store is away too: what is noted is no account."""
+        if isinstance(self.store, MemorySessions) or (self.away and time.monotonic() < self._retry_at):
+            return ""
+        try:
+            text = await _within(PATIENCE_S, self.store.recall(name))
+        except (StoreError, TimeoutError) as error:
+            self._failed(error)
+            return ""
+        self._answered()
+        return text
+
+    async def note(self, name: str, text: str) -> None:
+        """Keep a note for `recall`; nothing while the store is away."""
+        if isinstance(self.store, MemorySessions) or (self.away and time.monotonic() < self._retry_at):
+            return
+        try:
+            await _within(PATIENCE_S, self.store.note(name, text))
+        except (StoreError, TimeoutError) as error:
+            self._failed(error)
 
     def follow(self, step: str, key: Key, count: Callable[[], int]) -> None:
         """Renew the step's lease until it is settled; ``count``: its tokens so far."""
@@ -133,8 +158,8 @@ class Books:
             while self._queue:
                 batch = list(islice(self._queue.values(), size))
                 try:
-                    async with asyncio.timeout(PATIENCE_S):
-                        numbers = await self.store.settle([(posted.key, posted.settlement) for posted in batch])
+                    work = self.store.settle([(posted.key, posted.settlement) for posted in batch])
+                    numbers = await _within(PATIENCE_S, work)
                 except StoreRefusedError as error:
                     if size == 1:  # the others must not wait for it for ever
                         logger.error("settlement_refused", extra={"session": str(batch[0].key), "error": loggable(error)})
@@ -143,7 +168,7 @@ class Books:
                         batch[0].done.set()
                     size = 1 if size > 1 else BATCH
                     continue
-                except (StoreError, TimeoutError) as error:
+                except Exception as error:  # whatever it is, the task must live, or nothing would ever be settled again
                     self._failed(error)
                     await asyncio.sleep(RETRY_S)
                     continue
@@ -159,23 +184,24 @@ class Books:
         while True:
             await asyncio.sleep(self.lease_s / 4)
             try:
-                async with asyncio.timeout(PATIENCE_S):
-                    if self._running:
-                        seen = {step: (key, count()) for step, (key, count) in self._running.items()}
-                        await self.store.renew(seen, self.lease_s)
-                    if time.monotonic() - swept >= SWEEP_S:
-                        passed, jumped = time.monotonic() - swept, time.time() - wall
-                        swept, wall = time.monotonic(), time.time()
-                        if abs(jumped - passed) < SWEEP_S:
-                            await self.store.sweep(self._retention_s)
-                        else:  # every session would look old after a leap of the clock
-                            remedy = "no session is swept this time"
-                            logger.warning("clock_jumped", extra={"seconds": round(jumped - passed), "remedy": remedy})
-            except (StoreError, TimeoutError) as error:
+                if self._running:
+                    seen = {step: (key, count()) for step, (key, count) in self._running.items()}
+                    await _within(PATIENCE_S, self.store.renew(seen, self.lease_s))
+                if time.monotonic() - swept >= SWEEP_S:
+                    passed, jumped = time.monotonic() - swept, time.time() - wall
+                    swept, wall = time.monotonic(), time.time()
+                    if abs(jumped - passed) < SWEEP_S:
+                        await _within(PATIENCE_S, self.store.sweep(self._retention_s))
+                    else:  # every session would look old after a leap of the clock
+                        remedy = "no session is swept this time"
+                        logger.warning("clock_jumped", extra={"seconds": round(jumped - passed), "remedy": remedy})
+            except Exception as error:
                 self._failed(error)
 
     def _failed(self, error: Exception) -> StoreError:
-        reason = str(error) or f"the store did not answer within {PATIENCE_S} s"
+        reason = f"the store did not answer within {PATIENCE_S:g} s" if isinstance(error, TimeoutError) else str(error)
+        if not isinstance(error, StoreError | TimeoutError):
+            logger.error("session_store_failed", extra={"error": loggable(error)})
         if not self.away:  # once, not at every step
             logger.warning("session_store_unreachable", extra={"error": reason})
         self.away, self._retry_at = reason, time.monotonic() + RETRY_S
@@ -185,3 +211,20 @@ class Books:
         if self.away:
             logger.info("session_store_back", extra={"waiting": len(self._queue)})
         self.away = ""
+
+
+async def _within(seconds: float, work: Coroutine[Any, Any, T]) -> T:
+    """The result of ``work``, or TimeoutError. A loop that is busy for seconds finds timer and answer due at once, and then the
+    answer counts: `asyncio.timeout` would have cancelled it, and taken a busy gateway for a store that is away."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait((task,), timeout=seconds)
+        for _ in range(16):
+            if task.done():
+                return task.result()
+            await asyncio.sleep(0)
+        raise TimeoutError
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)

@@ -22,6 +22,10 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         "CREATE TABLE settled (step TEXT PRIMARY KEY, seq INTEGER NOT NULL, at REAL NOT NULL) WITHOUT ROWID",
         "CREATE INDEX settled_at ON settled (at)",
     ),
+    (  # 3: notes on guessed sessions
+        "CREATE TABLE notes (name TEXT PRIMARY KEY, text TEXT NOT NULL, at REAL NOT NULL) WITHOUT ROWID",
+        "CREATE INDEX notes_at ON notes (at)",
+    ),
 )
 
 

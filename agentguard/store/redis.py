@@ -69,5 +69,5 @@ class RedisStore:
     async def _do(self, work: Awaitable[T]) -> T:
         try:
             return await work
-        except (RedisError, OSError) as error:
+        except (RedisError, OSError, RuntimeError) as error:  # uvloop's word for a connection that is closed is a RuntimeError
             raise StoreError(f"store={self._url}: {error}; is Redis running there?") from None

@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Protocol
 
 from agentguard.errors import ConfigError
+from agentguard.identity import IDLE_S
 from agentguard.store import accounts
 from agentguard.store.accounts import Account, Ask, Grant, Key, Meters, Refusal, Settlement
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
 SESSIONS_PER_CALLER = 10_000
+NOTE_S = 2 * IDLE_S
+"""How long a note on a guessed session is of use: after `IDLE_S` its next request begins a new run."""
 
 
 class SessionStore(Protocol):
@@ -49,6 +52,12 @@ class SessionStore(Protocol):
     async def sweep(self, older_than_s: float) -> int:
         """Delete sessions that nobody has used for that long and that run no step; how many."""
         ...
+
+    async def recall(self, name: str) -> str:
+        """What was noted under the name within the last `NOTE_S`, "" for nothing."""
+        ...
+
+    async def note(self, name: str, text: str) -> None: ...
 
     async def aclose(self) -> None: ...
 
@@ -143,6 +152,12 @@ class MemorySessions:
 
     async def sweep(self, older_than_s: float) -> int:
         return 0  # bounded in number, and gone with the process
+
+    async def recall(self, name: str) -> str:
+        return ""  # who notes something keeps it as well, and there is nobody to share it with
+
+    async def note(self, name: str, text: str) -> None:
+        pass
 
     async def aclose(self) -> None:
         pass

@@ -18,14 +18,14 @@ from redis.exceptions import RedisError, ResponseError
 
 from agentguard.store import StoreError, StoreRefusedError
 from agentguard.store.accounts import KEPT_S, LOG, Ask, Grant, Key, Meters, Refusal, Settlement
-from agentguard.store.sessions import SESSIONS_PER_CALLER
+from agentguard.store.sessions import NOTE_S, SESSIONS_PER_CALLER
 
 T = TypeVar("T")
 PREFIX = "agentguard:"
 VERSION = 1
 RETENTION_S = 400 * 86_400
 """For what no gateway sweeps any more; a recipe's own retention is at most a year."""
-TIMEOUT_S = 5.0
+TIMEOUT_S = 10.0
 _PASSES = ("MISCONF", "OOM", "BUSY", "CLUSTERDOWN", "MASTERDOWN", "TRYAGAIN", "LOADING")
 """Errors of a server's state, which another try may not meet."""
 _COMMON = """
@@ -322,6 +322,12 @@ class RedisSessions:
     async def sweep(self, older_than_s: float) -> int:
         return int(await self._run("sweep", older_than_s))
 
+    async def recall(self, name: str) -> str:
+        return await self._do(cast("Awaitable[str | None]", self._client.get(f"{PREFIX}n:{name}"))) or ""
+
+    async def note(self, name: str, text: str) -> None:
+        await self._do(self._client.set(f"{PREFIX}n:{name}", text, ex=int(NOTE_S)))
+
     async def aclose(self) -> None:
         await self._client.aclose()
 
@@ -338,7 +344,7 @@ class RedisSessions:
             if type(error) is ResponseError and not str(error).startswith(_PASSES):
                 raise StoreRefusedError(f"store={self._url}: {error}") from None
             raise StoreError(f"store={self._url}: {error}") from None
-        except (RedisError, OSError) as error:
+        except (RedisError, OSError, RuntimeError) as error:  # uvloop's word for a connection that is closed is a RuntimeError
             raise StoreError(f"store={self._url}: {error}; is Redis running there?") from None
 
 

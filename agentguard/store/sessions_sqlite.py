@@ -5,30 +5,42 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import sqlite3
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
+from agentguard.errors import loggable
 from agentguard.store import StoreError, StoreRefusedError, accounts
 from agentguard.store.accounts import KEPT_S, LOG, Account, Ask, Grant, Held, Key, Meters, Refusal, Settlement
 from agentguard.store.migrations import connect
-from agentguard.store.sessions import SESSIONS_PER_CALLER
+from agentguard.store.sessions import NOTE_S, SESSIONS_PER_CALLER
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
+WRITE_BACK = 500
+"""Transactions until the log is written back; some 8 MB."""
 BUSY_S = 5.0
 """How long to wait for another process's transaction; each is a few rows."""
 _COLUMNS = "born, steps, tokens, think, closes, lost, seq, raised, held, boot"
 
 
 class SqliteSessions:
-    """One connection in one thread of its own, so that the loop never waits and calls keep their order."""
+    """One connection in one thread of its own, so that the loop never waits and calls keep their order. The log beside the file is
+    written back by another one: its syncs took seconds on a busy disk, and would have held up every step."""
 
-    def __init__(self, connection: sqlite3.Connection, thread: ThreadPoolExecutor, path: str, per_caller: int) -> None:
+    def __init__(
+        self, connection: sqlite3.Connection, writer: sqlite3.Connection, thread: ThreadPoolExecutor, path: str, per_caller: int
+    ) -> None:
         self._connection = connection
+        self._writer = writer
         self._thread = thread
+        self._back = ThreadPoolExecutor(1, thread_name_prefix="sessions-back")
+        self._changes = 0
+        self._writing: Future[None] | None = None
         self._path = path
         self._per_caller = per_caller
         self._boot, self._clock = accounts.boot_clock()
@@ -38,7 +50,9 @@ class SqliteSessions:
         thread = ThreadPoolExecutor(1, thread_name_prefix="sessions")
 
         def start() -> SqliteSessions:
-            return cls(connect(path, BUSY_S), thread, path, per_caller)
+            connection, writer = connect(path, BUSY_S), connect(path, BUSY_S)
+            connection.execute("PRAGMA wal_autocheckpoint = 0")
+            return cls(connection, writer, thread, path, per_caller)
 
         try:
             return await asyncio.get_running_loop().run_in_executor(thread, start)
@@ -151,8 +165,27 @@ class SqliteSessions:
 
         return await self._do(work)
 
+    async def recall(self, name: str) -> str:
+        def work() -> str:
+            row = self._connection.execute(
+                "SELECT text FROM notes WHERE name = ? AND at > ?", (name, time.time() - NOTE_S)
+            ).fetchone()
+            return str(row[0]) if row is not None else ""
+
+        return await self._do(work, transaction=False)
+
+    async def note(self, name: str, text: str) -> None:
+        def work() -> None:
+            self._connection.execute("DELETE FROM notes WHERE at <= ?", (time.time() - NOTE_S,))
+            self._connection.execute("INSERT OR REPLACE INTO notes VALUES (?, ?, ?)", (name, text, time.time()))
+
+        await self._do(work)
+
     async def aclose(self) -> None:
-        await asyncio.get_running_loop().run_in_executor(self._thread, self._connection.close)
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self._back, self._writer.close)
+        await loop.run_in_executor(self._thread, self._connection.close)
+        self._back.shutdown(wait=False)
         self._thread.shutdown(wait=False)
 
     # -- in the thread -------------------------------------------------------------------------------------------------------------
@@ -178,6 +211,19 @@ class SqliteSessions:
                 json.dumps(account.raised), json.dumps(held), self._boot, time.time(),
             ),
         )  # fmt: skip
+
+    def _write_back(self) -> None:
+        """Every so many changes, in the other thread, one at a time."""
+        self._changes += 1
+        if self._changes >= WRITE_BACK and (self._writing is None or self._writing.done()):
+            self._changes = 0
+            self._writing = self._back.submit(self._checkpoint)
+
+    def _checkpoint(self) -> None:
+        try:
+            self._writer.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
+        except sqlite3.Error as error:
+            logger.warning("not_written_back", extra={"path": self._path, "error": loggable(error)})
 
     def _append(self, key: Key, seq: int, record: str) -> None:
         self._connection.execute("INSERT INTO records VALUES (?, ?, ?, ?)", (*key, seq, record))
@@ -219,6 +265,7 @@ class SqliteSessions:
         try:
             yield
             self._connection.execute("COMMIT")
+            self._write_back()
         except BaseException:
             with contextlib.suppress(sqlite3.Error):  # a full disk has rolled back by itself
                 self._connection.execute("ROLLBACK")

@@ -126,7 +126,7 @@ class Grid:
             "suite": self.suite.name,
             "steps": self.suite.steps,
             "max_tokens": self.suite.max_tokens,
-            "tasks": _tasks_hash(self.suite, self.seed),
+            "tasks": _tasks_hash(self.suite, self.seed, max(cell.n for cell in self.cells)),
             "seed": self.seed,
             "temperature": self.temperature,
             "budget": self.budget,
@@ -311,14 +311,19 @@ async def _read(client: Engine, body: Mapping[str, Any], request: str, session: 
     return _Reply("".join(answer), "".join(trace), places)
 
 
-def _tasks_hash(suite: AnySuite, seed: int) -> str:
-    """Of what the first sessions ask: another file of tasks is another plan."""
-    asked = [suite.problem(seed, number, 1, None).text for number in range(64)]
+def _tasks_hash(suite: AnySuite, seed: int, sessions: int) -> str:
+    """Of what the sessions ask first: another file of tasks is another plan."""
+    asked = [suite.problem(seed, number, 1, None).text for number in range(sessions)]
     return hashlib.sha256("\0".join(asked).encode()).hexdigest()[:16]
 
 
 def _hash(model: str) -> str | None:
-    return weights_hash(Path(model)) if Path(model).is_dir() else None
+    """Of a model on disk; of one in several files, of their names and sizes. None for a model of the hub."""
+    folder = Path(model)
+    if not folder.is_dir():
+        return None
+    parts = sorted((file.name, file.stat().st_size) for file in folder.glob("*.safetensors"))
+    return weights_hash(folder) or hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 def fresh_engines(grid: Grid) -> list[Grid]:

@@ -27,6 +27,8 @@ from agentguard.study.records import Header, SessionRecord, load
 from agentguard.study.results import a_step
 
 SIGNIFICANT = 0.05
+FEW = 20
+"""Sessions below which there is no verdict: of three pairs a bootstrap says too much."""
 BOUND = 0.85
 """A free run is budget-bound when its trace passes this share of the budget (arXiv 2610.23818)."""
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
@@ -602,6 +604,8 @@ def judge(arm: Arm) -> Arm:
     found = arm.rounds_ratio
     if found is None or arm.p_rounds is None or arm.gain is None or arm.inflation is None:
         return replace(arm, verdict="undecided", reason="no session of strict to compare with")
+    if found.n < FEW:
+        return replace(arm, reason=f"{found.n} sessions are too few for a verdict, take at least {FEW}; rounds ×{found}")
     sure = arm.p_rounds < SIGNIFICANT
     pairs, p_right = arm.against_strict, arm.p_accuracy
     wrong = pairs is not None and p_right is not None and p_right < SIGNIFICANT and pairs.lost > pairs.gained

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import json
 import re
@@ -12,6 +13,7 @@ from typing import Any
 import httpx2
 import pytest
 
+import agentguard
 from tests.conftest import RunningStack
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="session")]
@@ -45,6 +47,14 @@ async def test_the_requests_get_a_trace_and_an_answer(running: RunningStack) -> 
         assert second.json()["choices"][0]["message"]["content"]
         assert second.json()["usage"]["completion_tokens_details"]["reasoning_tokens"] <= limited["thinking_token_budget"]
         assert second.headers["x-agentguard-closed"] == "budget"
+
+
+async def test_the_readmes_program_runs(running: RunningStack, capsys: pytest.CaptureFixture[str]) -> None:
+    (text,) = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    code = compile(text.replace("http://127.0.0.1:8484", running.stack.url), "README.md", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    names = {"agentguard": agentguard, "messages": [{"role": "user", "content": "a=47;b=a+8;c=a-3;?c"}]}
+    await eval(code, names)
+    assert "StepSummary" in capsys.readouterr().out
 
 
 async def test_the_agent_and_the_looks_at_the_gateway_work(running: RunningStack) -> None:

@@ -72,7 +72,7 @@ async def rig(way: str, script: Script, *, policy: dict[str, Any] | None = None,
         yield Rig(guard, inside, events, script)
 
 
-async def until(condition: Any, seconds: float = 5.0) -> None:
+async def until(condition: Any, seconds: float = 20.0) -> None:
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.005)

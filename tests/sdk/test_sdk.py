@@ -254,6 +254,18 @@ async def test_a_wrong_target_is_named(target: Any, options: dict[str, Any], nam
             pass
 
 
+def test_the_sdk_and_the_gateway_mean_the_same_names() -> None:
+    """The SDK's environment has no web server, so it does not import them."""
+    from agentguard.economics import classes
+    from agentguard.gateway import step_events
+    from agentguard.sdk import remote
+
+    assert (remote.EVENTS_HEADER, remote.EVENT, remote.STATE) == (
+        step_events.EVENTS_HEADER, step_events.EVENT, step_events.STATE,
+    )  # fmt: skip
+    assert remote.SIDE_HEADER == classes.SIDE_HEADER
+
+
 async def test_nobody_at_the_address_is_a_clear_error() -> None:
     with pytest.raises(agentguard.EngineDiedError, match=r"nobody answers at http://127.0.0.1:1 .*; start .* or correct the URL"):
         async with agentguard.connect("http://127.0.0.1:1/v1"):

@@ -22,7 +22,7 @@ def pictures(document: Mapping[str, Any]) -> list[tuple[str, str]]:
     relaxed = [a for a in free if a["rule"] != "strict" and a["lambda"] is not None and a["gain"] is not None]
     made = []
     if relaxed:
-        made.append(("λ against gain. Above the line a rule needs fewer rounds than strict.", _drawn(_gains, relaxed)))
+        made.append(("λ against gain. Left of the line a rule needs fewer rounds than strict.", _drawn(_gains, relaxed)))
     graded = [a for a in relaxed if a["accuracy"] is not None]
     if graded:
         made.append(("Right answers against rounds. Up and to the left is better.", _drawn(_accuracy, graded)))
@@ -74,18 +74,29 @@ def _crosses(axes: Axes, rows: Sequence[Row], x: str, y: str) -> None:
             row[x], row[y], xerr=[[left], [right]], yerr=[[down], [up]], fmt="o" if row["filter"] else "s", color=colour,
             markersize=4, linewidth=0.7, alpha=0.85,
         )  # fmt: skip
-        if row["verdict"] != "undecided":  # the others lie on top of each other
+        if row["verdict"] == "loss":  # the others lie on top of each other
             axes.annotate(_label(row), (row[x], row[y]), xytext=(4, 3), textcoords="offset points", fontsize=6)
     axes.plot([], [], "s", color="tab:red", label="without the filter")
     axes.plot([], [], "o", color="tab:blue", label="with the filter (+)")
+
+
+def _log(axes: Axes) -> None:
+    """A logarithmic x axis with plain numbers."""
+    axes.set_xscale("log")
+    low, high = axes.get_xlim()
+    ticks = [t for t in (0.2, 0.3, 0.5, 0.7, 1, 1.5, 2, 3, 4, 6, 10, 20) if low <= t <= high]
+    axes.set_xticks(ticks, [f"{t:g}" for t in ticks])
+    axes.set_xticks([], minor=True)
 
 
 def _gains(axes: Axes, rows: Sequence[Row]) -> None:
     _crosses(axes, rows, "lambda", "gain")
     low = min(0.6, *(r["lambda_ci"][0] for r in rows))
     high = max(1.5, *(r["lambda_ci"][1] for r in rows))
-    axes.plot([low, high], [low, high], "k--", linewidth=1, label="break even: gain = λ")
-    axes.set_xscale("log")
+    # on a logarithmic axis the line is a curve
+    line = [low * (high / low) ** (i / 200) for i in range(201)]
+    axes.plot(line, line, "k--", linewidth=1, label="break even: gain = λ")
+    _log(axes)
     axes.set_ylim(min(r["gain_ci"][0] for r in rows) - 0.05, max(1.1, *(r["gain_ci"][1] for r in rows)) + 0.05)
     axes.set_xlabel("λ, tokens relative to strict")
     axes.set_ylabel("gain, (ℓ + 1) relative to strict")
@@ -95,7 +106,7 @@ def _gains(axes: Axes, rows: Sequence[Row]) -> None:
 def _accuracy(axes: Axes, rows: Sequence[Row]) -> None:
     _crosses(axes, rows, "rounds_ratio", "accuracy")
     axes.axvline(1, color="k", linestyle="--", linewidth=1, label="as many rounds as strict")
-    axes.set_xscale("log")
+    _log(axes)
     axes.set_xlabel("verification rounds relative to strict")
     axes.set_ylabel("share of right answers")
     axes.legend()
