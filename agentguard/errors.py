@@ -50,10 +50,14 @@ class ConfigError(AgentGuardError, ValueError):
 
 
 class TooLargeError(ConfigError):
+    """More bytes than `agentguard.limits` allows."""
+
     status = 413
 
 
 class TooSlowError(ConfigError):
+    """The body did not arrive in time; sending it again may do."""
+
     status = 408
 
 
