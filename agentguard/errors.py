@@ -204,6 +204,6 @@ _SHORT = _short()
 def nearest(word: str, choices: Iterable[str]) -> str:
     """The hint at the end of an unknown-name message: the closest choice, and all of them."""
     names = sorted(choices)
-    word = shown(word)
+    word = shown(str(word))  # a key of a YAML mapping may be a number, or nothing
     close = difflib.get_close_matches(word, names, n=1)
     return (f"did you mean {close[0]!r}? " if close else "") + "known: " + ", ".join(names)

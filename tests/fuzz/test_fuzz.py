@@ -134,6 +134,15 @@ def test_bodies_that_could_not_be_sent_on_are_refused(raw: bytes, named: str) ->
         parse_body(raw)
 
 
+def test_a_key_that_is_no_text_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    for key in ("?", "7", "2026-01-01", "[a]"):
+        for recipe in (f"model: m\ntts: {{{key}: 1}}\ndraft: d\n", f"model: m\n{key}: 1\n", f"model: m\neconomics: {{{key}: 1}}\n"):
+            path.write_text(recipe)
+            with pytest.raises(ConfigError):
+                load(path)
+
+
 def test_a_number_that_is_none_is_refused_as_text_too() -> None:
     """Pydantic reads "NaN" as a float, which no JSON can carry on to the engine."""
     with pytest.raises(ConfigError, match="temperature"):
