@@ -31,6 +31,8 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/bandit --quiet --configfile pyproject.toml --recursive agentguard engine_plugins
+	$(BIN)/python -m agentguard.supply check
 
 # The documentation as a site in build/site; a link that leads nowhere is an error.
 docs: $(STAMP)
@@ -39,13 +41,16 @@ docs: $(STAMP)
 install: $(STAMP)
 
 # The stamp is written last: an interrupted or failed set-up is done again, a finished one is not.
-$(STAMP): $(LOCK) pyproject.toml
+$(STAMP): $(LOCK) locks/engine-cpu.hashes.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "agentguard needs Python 3.11 or newer; try: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || \
 	  { echo "Python's venv module is missing; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement $(LOCK)
+	$(PYTHON) locks/hashed.py > $(VENV)/hashed.txt
+	$(PYTHON) locks/hashed.py --rest > $(VENV)/rest.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes --requirement $(VENV)/hashed.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement $(VENV)/rest.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	$(BIN)/agentguard doctor --generate
 	@touch $@

@@ -17,6 +17,7 @@ from agentguard.cautions import cautions
 from agentguard.errors import AgentGuardError
 from agentguard.policy import Policy
 from agentguard.reference import DRAFTS, reference_model
+from agentguard.supply import site_hooks
 
 PROBE_TIMEOUT_S = 180
 UNAVOIDABLE = ("kernels", "warm-up")  # off on a CPU and on runner V1, with the reason
@@ -99,6 +100,7 @@ def examine(*, generate: bool = False, policy: Policy | None = None) -> list[Che
     """All checks, in the order a reader needs them; ``generate`` adds a one-token generation with the reference pair, and what that
     engine says of itself: its runner, and each feature; ``policy`` what is known to go wrong with it."""
     checks = [Check("python", sys.version_info >= (3, 11), f"{sys.version.split()[0]} (3.11 or newer)")]
+    checks.append(_start_up_files())
     checks += _plugin()
     for extra, module, what in (
         ("gateway", "starlette", "gateway"),
@@ -120,6 +122,14 @@ def examine(*, generate: bool = False, policy: Policy | None = None) -> list[Che
         checks += [Check(f"policy: {caution.key}", True, caution.text, warning=True) for caution in known]
         checks += [] if known else [Check("policy", True, f"rule {policy.rule}, draft {policy.draft or '—'}: nothing to warn of")]
     return [*checks, *_generation()] if generate else checks
+
+
+def _start_up_files() -> Check:
+    """Does anything run whenever this Python starts? Two compromised releases of LiteLLM came with such a file."""
+    hooks = site_hooks()
+    bad = [f"{hook.path} {hook.why}" for hook in hooks if hook.why]
+    detail = f"{len(hooks)} .pth files, none unexpected" if not bad else f"{'; '.join(bad)}; see whose it is before you remove it"
+    return Check("start-up files", not bad, detail)
 
 
 def _plugin() -> list[Check]:
@@ -161,7 +171,7 @@ def _child(code: str, *, env: Mapping[str, str] | None = None) -> tuple[str | No
     with tempfile.TemporaryDirectory(prefix="agentguard-") as here:
         try:
             command = [sys.executable, "-c", code, here, *(str(reference_model(one)) for one in ("target", "draft"))]
-            done = subprocess.run(
+            done = subprocess.run(  # noqa: S603  # nosec B603  # a list of our own, no shell
                 command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False,
                 env={**os.environ, "HF_HUB_OFFLINE": "1", **(env or {})},
             )  # fmt: skip

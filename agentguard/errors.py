@@ -2,6 +2,8 @@
 
     AgentGuardError
     ├── ConfigError        a recipe, knob, flag or header is wrong: names the field, the value and the remedy
+    │   ├── TooLargeError       more bytes than agentguard.limits allows
+    │   ├── TooSlowError        a request whose body did not arrive in time
     │   └── ContextLengthError  the prompt leaves no room for an answer in the context window
     ├── StepTimeoutError   a step did not end in the time its caller gave it
     ├── StreamClosedError  a stream was read after its end, or closed while it was read
@@ -22,7 +24,10 @@ configuration, 3 = retryable, 1 = anything else).
 from __future__ import annotations
 
 import difflib
+import reprlib
 from collections.abc import Iterable
+
+from agentguard.limits import SHOWN_CHARACTERS
 
 
 class AgentGuardError(Exception):
@@ -35,12 +40,25 @@ class ConfigError(AgentGuardError, ValueError):
     """A value somebody wrote is wrong. Also a ValueError, so that vLLM's front end answers HTTP 400."""
 
     exit_code = 2
+    status = 400
 
     def __init__(self, field: str, value: object, remedy: str) -> None:
-        super().__init__(f"{field}={value!r}: {remedy}")
+        super().__init__(f"{shown(field)}={_SHORT.repr(value)}: {remedy}")
         self.field = field
         self.value = value
         self.remedy = remedy
+
+
+class TooLargeError(ConfigError):
+    """More bytes than `agentguard.limits` allows."""
+
+    status = 413
+
+
+class TooSlowError(ConfigError):
+    """The body did not arrive in time; sending it again may do."""
+
+    status = 408
 
 
 class ContextLengthError(ConfigError):
@@ -63,6 +81,7 @@ class SessionLimitError(AgentGuardError):
     """
 
     code = "session_limit"
+    field = "session"
 
     def __init__(self, session: str, meter: str, value: int, limit: int) -> None:
         super().__init__(
@@ -92,6 +111,7 @@ class SessionBusyError(AgentGuardError):
     """The session's running steps hold what its limit leaves; one of them has to end first."""
 
     code = "session_busy"
+    field = "session"
 
     def __init__(self, session: str, value: int, limit: int) -> None:
         super().__init__(
@@ -110,6 +130,7 @@ class BusyError(AgentGuardError):
         self.status = status
         self.code = code
         self.retry_after_s = retry_after_s
+        self.field = "caller"
 
 
 class ActionRefusedError(AgentGuardError):
@@ -134,12 +155,13 @@ class EngineDiedError(EngineError):
 
 class EngineRequestError(EngineError):
     """The engine refused one request. ``status`` is the HTTP status, ``retry_after`` the header of that name, as the engine sent
-    it."""
+    it, ``field`` what it says is wrong, "engine" where it says nothing of the kind."""
 
-    def __init__(self, status: int, message: str, retry_after: str | None = None) -> None:
+    def __init__(self, status: int, message: str, retry_after: str | None = None, field: str = "engine") -> None:
         super().__init__(message)
         self.status = status
         self.retry_after = retry_after
+        self.field = field
 
 
 class PluginError(AgentGuardError):
@@ -163,8 +185,25 @@ def loggable(error: Exception) -> str:
     return type(error).__name__ + (f" at {at.tb_frame.f_code.co_filename}:{at.tb_lineno}" if at is not None else "")
 
 
+def shown(text: str, characters: int = SHOWN_CHARACTERS) -> str:
+    """Its beginning, where it is long: a message must not carry a whole request."""
+    return text if len(text) <= characters else f"{text[:characters]}…"
+
+
+def _short() -> reprlib.Repr:
+    """`repr` that looks at a bounded part of a value: a few YAML aliases are a list of 10^9 items, and a body may be megabytes."""
+    short = reprlib.Repr()
+    short.maxstring = short.maxother = short.maxlong = SHOWN_CHARACTERS
+    short.maxlevel, short.maxdict, short.maxlist, short.maxtuple = 3, 4, 4, 4
+    return short
+
+
+_SHORT = _short()
+
+
 def nearest(word: str, choices: Iterable[str]) -> str:
     """The hint at the end of an unknown-name message: the closest choice, and all of them."""
     names = sorted(choices)
+    word = shown(str(word))  # a key of a YAML mapping may be a number, or nothing
     close = difflib.get_close_matches(word, names, n=1)
     return (f"did you mean {close[0]!r}? " if close else "") + "known: " + ", ".join(names)

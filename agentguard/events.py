@@ -7,8 +7,9 @@ of them. Times are UNIX seconds; every count is in tokens unless its name says o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import StrEnum
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import msgspec
 
@@ -510,9 +511,29 @@ class WatchFrame(msgspec.Struct, frozen=True, kw_only=True):
 
 encode_json = msgspec.json.Encoder().encode
 encode_msgpack = msgspec.msgpack.Encoder().encode
-decode_json = msgspec.json.Decoder(Event).decode
-decode_msgpack = msgspec.msgpack.Decoder(Event).decode
-decode_frame = msgspec.json.Decoder(WatchFrame).decode
+
+
+T = TypeVar("T")
+
+
+def _bounded(decode: Callable[[Any], T]) -> Callable[[Any], T]:
+    """With what is nested without end a DecodeError too, which readers expect: one bad frame must not end them."""
+
+    def read(raw: Any) -> T:
+        try:
+            return decode(raw)
+        except RecursionError:
+            raise msgspec.DecodeError("nested too deep") from None
+
+    return read
+
+
+_json_event: Callable[[Any], Event] = msgspec.json.Decoder(Event).decode
+_msgpack_event: Callable[[Any], Event] = msgspec.msgpack.Decoder(Event).decode
+_json_frame: Callable[[Any], WatchFrame] = msgspec.json.Decoder(WatchFrame).decode
+decode_json = _bounded(_json_event)
+decode_msgpack = _bounded(_msgpack_event)
+decode_frame = _bounded(_json_frame)
 
 
 def arm_reports(rows: list[dict[str, Any]]) -> list[ArmReport]:

@@ -77,7 +77,7 @@ def digest(*parts: str) -> str:
     """Short, for ids and logs; "" when there is nothing to hide."""
     if not any(parts):
         return ""
-    return hashlib.sha256("\0".join(part for part in parts if part).encode()).hexdigest()[:12]
+    return hashlib.sha256("\0".join(part for part in parts if part).encode("utf-8", "surrogatepass")).hexdigest()[:12]
 
 
 def session_of(headers: Mapping[str, str], body: Mapping[str, Any]) -> tuple[str | None, str]:

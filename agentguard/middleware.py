@@ -57,6 +57,7 @@ from agentguard.events import (
 )
 from agentguard.identity import Identity
 from agentguard.policy import Policy
+from agentguard.redact import without_content
 from agentguard.requests import ChatRequest
 from agentguard.rulespec import RuleSpec
 from agentguard.session import Record, Session, Sessions
@@ -323,21 +324,21 @@ class Guard:
                 error, self.died = "", None
                 self._pool.answered(engine)
             except EngineRequestError as failure:
-                error = str(failure)
-                if failure.status in (400, 413) and _OVERFLOW.search(error):
+                error = without_content(str(failure), body)
+                if failure.status in (400, 413) and _OVERFLOW.search(str(failure)):
                     # agents act on the code, and few know every server's own words for it (earendil-works/pi#5930)
                     overflow = _digest(body)
                     session.remember_overflow(overflow)
                     raise ContextLengthError(None if prompt is None else length, self.info.max_model_len) from failure
                 raise
             except AgentGuardError as failure:
-                error = str(failure)
+                error = without_content(str(failure), body)
                 if isinstance(failure, EngineDiedError) and self.died is None:
                     self.died = EngineDied(t=time.time(), engine=engine.name, reason=error)
                     self.hub.publish(self.died)
                 raise
             except Exception as failure:
-                error = f"internal: {failure!r}"
+                error = without_content(f"internal: {failure!r}", body)
                 raise
             finally:
                 del self.running[request_id], self.begun[request_id]

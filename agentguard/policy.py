@@ -15,7 +15,8 @@ import pydantic
 import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
-from agentguard.errors import ConfigError, nearest
+from agentguard.errors import ConfigError, nearest, shown
+from agentguard.limits import MAX_RECIPE
 from agentguard.rulespec import RuleSpec
 from agentguard.tts_settings import TtsSettings
 
@@ -226,6 +227,8 @@ class Policy(_Model):
     engine: EngineOptions = EngineOptions()
     content: bool = False
     """Let operators read the latest words of running traces (`GET /agentguard/tails`). They are in no event and in no recording."""
+    media_hosts: tuple[str, ...] = ()
+    """Hosts from which clients may let the engine fetch images, audio and video, over https; none unless named (SECURITY.md)."""
     max_sessions: int = Field(10_000, ge=1)
     """Sessions a worker has at hand; past that the caller with the most gives up its least recently used one."""
 
@@ -262,12 +265,16 @@ def read(path: Path, what: str = "recipe") -> dict[str, Any]:
     """
     kind = "TOML" if path.suffix == ".toml" else "YAML"
     try:
+        if path.stat().st_size > MAX_RECIPE:
+            raise ConfigError(what, str(path), f"has more than {MAX_RECIPE} bytes; give the path of a recipe")
         text = path.read_text(encoding="utf-8")
         raw = tomllib.loads(text) if kind == "TOML" else yaml.safe_load(text)
     except OSError as error:
         raise ConfigError(what, str(path), f"cannot be read ({error.strerror}); give the path of a YAML or TOML file") from None
-    except (yaml.YAMLError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(what, str(path), f"is not {kind}: {error}") from None
+    except RecursionError:
+        raise ConfigError(what, str(path), "is nested too deep; a recipe has three levels") from None
+    except (yaml.YAMLError, ValueError) as error:  # their own errors, and those of Python's numbers, dates and UTF-8
+        raise ConfigError(what, str(path), f"is not {kind}: {shown(str(error), 400)}") from None
     if path.name == "pyproject.toml":
         tools = raw.get("tool")
         raw = tools.get("agentguard", {}) if isinstance(tools, dict) else {}
@@ -286,6 +293,8 @@ def parse(raw: dict[str, Any]) -> Policy:
         return Policy.model_validate(raw)
     except pydantic.ValidationError as error:
         raise _config_error(error) from None
+    except UnicodeEncodeError:  # YAML writes such a half as "\\ud800", and pydantic cannot even complain of it
+        raise ConfigError("recipe", "…", "holds half a surrogate pair, which is no character; write whole ones") from None
 
 
 def schema() -> dict[str, Any]:

@@ -35,7 +35,7 @@ class ChatRequest(BaseModel):
     vllm_xargs: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
-    temperature: float | None = None
+    temperature: Annotated[float, Field(allow_inf_nan=False)] | None = None
     seed: int | None = None
 
     @classmethod

@@ -208,7 +208,7 @@ async def test_the_watch_route_needs_the_key_and_actions_the_operators() -> None
     async with rig(Script(), api_key="k", operator_key="o") as r, httpx2.AsyncClient(base_url=r.url) as client:
         assert (await client.get("/guard/v1/watch")).status_code == 401
         body = {"arm": RULE, "rule": "strict"}
-        for key, status in (("k", 401), ("o", 400)):  # no relaxed arm here
+        for key, status in (("k", 403), ("o", 400)):  # no relaxed arm here
             reply = await client.post("/agentguard/pin", json=body, headers={"Authorization": f"Bearer {key}"})
             assert reply.status_code == status
 

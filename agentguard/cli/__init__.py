@@ -19,6 +19,7 @@ COMMANDS = {
     "config": ("agentguard.cli.config", "Show, validate and start a configuration."),
     "demo": ("agentguard.cli.study", "Run the reference pair under strict and relaxed rules and print the table."),
     "doctor": ("agentguard.cli.doctor", "Say what works on this machine, and why not what doesn't."),
+    "keys": ("agentguard.cli.keys", "Make, list and revoke the keys of a gateway's clients, observers and operators."),
     "proxy": ("agentguard.cli.proxy", "Start a LiteLLM proxy in front of the gateway, for agents of all three protocols."),
     "recipes": ("agentguard.cli.recipes", "List, show and check recipes."),
     "serve": ("agentguard.cli.serve", "Start vLLM with the plugin and the gateway for a local model."),

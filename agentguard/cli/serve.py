@@ -23,12 +23,17 @@ from agentguard.cli.run import run
     help="Guard an OpenAI-compatible server that runs already, instead of starting vLLM; again for more of one model.",
 )
 @click.option("--upstream-key", envvar="AGENTGUARD_UPSTREAM_KEY", help="Key the guard sends to the upstream.")
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address of the gateway.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address of the gateway; one others can reach needs keys.")
 @click.option("--port", default=8484, show_default=True, type=click.IntRange(1, 65535), help="Port of the gateway.")
 @click.option("--api-key", envvar="AGENTGUARD_API_KEY", help="Key clients must send; required on a host that is not loopback.")
 @click.option(
     "--operator-key", envvar="AGENTGUARD_OPERATOR_KEY", help="Key for closing traces and raising limits; else the clients' does."
 )
+@click.option("--keys", type=click.Path(path_type=Path), help="File of 'agentguard keys'; default: the user's, where there is one.")
+@click.option("--allowed-host", "allowed_hosts", multiple=True, metavar="NAME", help="Name the gateway answers to without keys.")
+@click.option("--tls-cert", help="PEM file with the certificate (and its chain): serve HTTPS.")
+@click.option("--tls-key", help="PEM file with the certificate's key.")
+@click.option("--tls-clients", help="PEM file with authorities: only clients with a certificate of theirs get in.")
 @click.option("--workers", default=1, show_default=True, type=click.IntRange(1, 64), help="Gateway processes on the port.")
 @click.option(
     "--store",
@@ -40,22 +45,24 @@ from agentguard.cli.run import run
 def serve(
     model: str | None, draft: str | None, recipe: Path | None, rule: str | None, settings: tuple[str, ...],
     upstream: tuple[str, ...], upstream_key: str | None, host: str, port: int, api_key: str | None, operator_key: str | None,
+    keys: Path | None, allowed_hosts: tuple[str, ...], tls_cert: str | None, tls_key: str | None, tls_clients: str | None,
     workers: int, store: str | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Start vLLM with the plugin and the gateway for a local MODEL, or only the gateway in front of --upstream."""
     from agentguard.configuration import for_upstream
+    from agentguard.engines.upstream import check_url
     from agentguard.errors import ConfigError
+    from agentguard.gateway.access import access_of
     from agentguard.policy import parse
 
     gathered = configuration({"model": model, "draft": draft, "rule": rule}, settings, recipe)
     if "model" not in gathered.values and not upstream:
         raise ConfigError("MODEL", None, "give a model's path, a recipe with 'model:', or --upstream")
-    if host not in ("127.0.0.1", "localhost", "::1") and not api_key:
-        raise ConfigError("host", host, "is reachable from outside; set --api-key or AGENTGUARD_API_KEY, or bind to 127.0.0.1")
-    for url in upstream:
-        if not url.startswith(("http://", "https://")):
-            raise ConfigError("upstream", url, "give a URL such as http://127.0.0.1:8000")
-    roots = [url.rstrip("/").removesuffix("/v1") for url in upstream]
+    access = access_of(
+        host, api_key=api_key, operator_key=operator_key, keys=keys, allowed_hosts=allowed_hosts, tls_cert=tls_cert,
+        tls_key=tls_key, tls_clients=tls_clients,
+    )  # fmt: skip
+    roots = [check_url("upstream", url).removesuffix("/v1") for url in upstream]
     if upstream:
         gathered = for_upstream(gathered)
     store = _store(store, gathered.values, port)
@@ -68,11 +75,11 @@ def serve(
     if not upstream:
         warn(checked)
     if workers > 1:
-        run(_workers(values, roots, upstream_key, host, port, api_key, operator_key, workers, as_json))
+        run(_workers(values, roots, upstream_key, host, port, access, workers, as_json))
     elif upstream:
-        run(_guard(values, roots, upstream_key, host, port, api_key, operator_key, as_json), serves=True)
+        run(_guard(values, roots, upstream_key, host, port, access, as_json), serves=True)
     else:
-        run(_serve(parse(values), host, port, api_key, operator_key, as_json), serves=True)
+        run(_serve(parse(values), host, port, access, as_json), serves=True)
 
 
 def _store(given: str | None, base: dict[str, Any], port: int) -> str | None:
@@ -87,12 +94,11 @@ def _store(given: str | None, base: dict[str, Any], port: int) -> str | None:
 
 
 async def _guard(
-    values: dict[str, Any], upstream: list[str], key: str | None, host: str, port: int, api_key: str | None,
-    operator_key: str | None, as_json: bool,
-) -> None:  # fmt: skip
+    values: dict[str, Any], upstream: list[str], key: str | None, host: str, port: int, access: Any, as_json: bool
+) -> None:
     from agentguard.gateway.server import serve_upstream
 
-    served = serve_upstream(values, upstream, key=key, host=host, port=port, api_key=api_key, operator_key=operator_key)
+    served = serve_upstream(values, upstream, key=key, host=host, port=port, access=access)
     async with served as (guard, url):
         how = "exact, in the engine" if guard.engine.facts.plugin else "by the gateway: the engine has no plugin"
         click.echo(f"ready: {url}/v1 guards {guard.info.model} at {', '.join(upstream)}  (closes {how})", err=True)
@@ -109,9 +115,8 @@ def _ready(url: str, info: Any, **more: Any) -> None:
 
 
 async def _workers(
-    values: dict[str, Any], upstream: list[str], key: str | None, host: str, port: int, api_key: str | None,
-    operator_key: str | None, count: int, as_json: bool,
-) -> None:  # fmt: skip
+    values: dict[str, Any], upstream: list[str], key: str | None, host: str, port: int, access: Any, count: int, as_json: bool
+) -> None:
     from contextlib import AsyncExitStack
 
     from agentguard.engines.openai_http import OpenAIEngine
@@ -134,9 +139,7 @@ async def _workers(
                 await client.aclose()
         policy = parse(values)
         running = await stack.enter_async_context(
-            serve_workers(
-                policy, upstream, listener, count, key=key, api_key=api_key, operator_key=operator_key, telemetry=telemetry
-            )
+            serve_workers(policy, upstream, listener, count, key=key, access=access, telemetry=telemetry)
         )
         click.echo(f"ready: {running.url}/v1 guards {policy.model} with {count} workers", err=True)
         click.echo(f"one worker each: {', '.join(worker.url for worker in running.workers)}", err=True)
@@ -150,11 +153,11 @@ async def _workers(
             raise await asyncio.to_thread(ends.died)
 
 
-async def _serve(policy: Any, host: str, port: int, api_key: str | None, operator_key: str | None, as_json: bool) -> None:
+async def _serve(policy: Any, host: str, port: int, access: Any, as_json: bool) -> None:
     from agentguard.gateway.server import serve_stack
 
     click.echo(f"starting {policy.model} …", err=True)
-    async with serve_stack(policy, host=host, port=port, api_key=api_key, operator_key=operator_key) as stack:
+    async with serve_stack(policy, host=host, port=port, access=access) as stack:
         click.echo(f"ready: {stack.url}/v1  (events: {stack.url}/agentguard/events, engine log: {stack.engine.log})", err=True)
         click.echo(f"think markers: {stack.guard.derived}", err=True)
         if as_json:

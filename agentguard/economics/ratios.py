@@ -81,6 +81,6 @@ def _bootstrap(n: int, statistic: Callable[[Sequence[int]], float | None], seed:
     value = statistic(range(n))
     if value is None:
         raise ValueError("the strict arm's total is 0, so there is no ratio to it")
-    rng = random.Random(seed)
+    rng = random.Random(seed)  # noqa: S311  # nosec B311  # seeds and jitter, no secret
     draws = sorted(v for v in (statistic(rng.choices(range(n), k=n)) for _ in range(RESAMPLES)) if v is not None)
     return Ratio(value, draws[int(0.025 * len(draws))], draws[min(len(draws) - 1, int(0.975 * len(draws)))], n)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -15,12 +16,14 @@ from agentguard.engines.base import Chunk, EngineInfo, Standing, Stream
 from agentguard.engines.facts import Facts
 from agentguard.engines.http import http_client
 from agentguard.errors import EngineDiedError, EngineError, EngineRequestError
+from agentguard.limits import MAX_EVENT, MAX_REPLY
 
 _JSON = msgspec.json.Decoder()
 logger = logging.getLogger(__name__)
+MESSAGE = 2000
+"""Characters of an upstream's error that are passed on."""
+_WAIT = re.compile(r"[A-Za-z0-9 ,:+-]{1,64}")
 TTS_S, METRICS_S = 150.0, 5.0
-MAX_EVENT_BYTES = 8 << 20
-"""The largest server-sent event accepted from upstream; a first chunk may carry a whole prompt's ids."""
 
 
 class OpenAIEngine:
@@ -123,7 +126,7 @@ class OpenAIEngine:
         if not self.facts.metrics:
             return None
         try:
-            response = await self._client.get("/metrics", timeout=METRICS_S)
+            response = await self._whole("GET", "/metrics", timeout=METRICS_S)
         except httpx2.TransportError as error:
             raise self._failure(error) from error
         # asked no more where the server does not have it; one that is busy or starting is asked again
@@ -161,10 +164,10 @@ class OpenAIEngine:
         try:
             async with self._client.stream("POST", path, json=request, headers=headers) as response:
                 if response.status_code != 200:
-                    text = (await response.aread()).decode(errors="replace")
+                    text = (await self._read(response, path)).decode(errors="replace")
                     raise _refusal(response.status_code, text, response.headers.get("retry-after"))
                 ended = False
-                async for event in httpx2.EventSource(response, MAX_EVENT_BYTES):
+                async for event in httpx2.EventSource(response, MAX_EVENT):
                     if event.data == "[DONE]":
                         ended = True  # read on to the end of the body, so that the connection can be used again
                     elif not ended:
@@ -176,16 +179,33 @@ class OpenAIEngine:
         except httpx2.TransportError as error:
             raise self._failure(error) from error
 
+    async def _whole(self, method: str, path: str, **options: Any) -> httpx2.Response:
+        """A reply that is no stream, of at most `MAX_REPLY` bytes. Redirects are replies like others: nobody is followed."""
+        async with self._client.stream(method, path, **options) as response:
+            body = await self._read(response, path)
+        headers = [(k, v) for k, v in response.headers.multi_items() if k.lower() not in ("content-encoding", "transfer-encoding")]
+        return httpx2.Response(response.status_code, headers=headers, content=body, request=response.request)
+
+    async def _read(self, response: httpx2.Response, path: str) -> bytes:
+        body = bytearray()
+        async for piece in response.aiter_bytes(64 << 10):
+            body += piece
+            if len(body) > MAX_REPLY:
+                raise EngineError(
+                    f"{self.url}{path} answered with more than {MAX_REPLY} bytes; is this an OpenAI-compatible server?"
+                )
+        return bytes(body)
+
     async def _json(self, method: str, path: str, body: object = None, **options: Any) -> dict[str, Any]:
         try:
-            response = await self._client.request(method, path, json=body, **options)
+            response = await self._whole(method, path, json=body, **options)
         except httpx2.TransportError as error:
             raise self._failure(error) from error
         if response.status_code != 200:
             raise _refusal(response.status_code, response.text)
         try:
             reply = response.json()
-        except ValueError:
+        except (ValueError, RecursionError):
             reply = None
         if not isinstance(reply, dict):
             raise EngineError(f"{self.url}{path} did not answer with a JSON object: {response.text[:80]!r}")
@@ -207,13 +227,16 @@ def _chunk(data: str) -> Chunk:
     """One event of a stream. Raises EngineRequestError for an error event and EngineError for what is no chunk."""
     try:
         chunk = _decode(data)
-    except ValueError:
-        raise EngineError(f"the engine streamed something that is not JSON: {data[:80]!r}") from None
+    except (ValueError, RecursionError):
+        # without the data: they may be the model's words, which belong into no event and no log
+        raise EngineError(
+            f"the engine streamed {len(data)} characters that are not JSON; is something between it and us?"
+        ) from None
     if not isinstance(chunk, dict):
-        raise EngineError(f"the engine streamed {type(chunk).__name__}, expected a chunk: {data[:80]!r}")
+        raise EngineError(f"the engine streamed {type(chunk).__name__}, expected a chunk; is something between it and us?")
     choices = chunk.get("choices")
     if choices and not _readable(choices):
-        raise EngineError(f"the engine streamed choices that cannot be read: {data[:80]!r}")
+        raise EngineError("the engine streamed choices that cannot be read; is something between it and us?")
     if "error" in chunk:
         code = chunk["error"].get("code") if isinstance(chunk["error"], dict) else None
         # some servers number their errors in their own way
@@ -247,10 +270,14 @@ def _decode(data: str) -> Any:
 
 def _refusal(status: int, text: str, retry_after: str | None = None) -> EngineRequestError:
     """The upstream's own message, with its status."""
+    field: Any = None
     try:
         message = json.loads(text)
         message = message.get("error", message)
-        message = message.get("message", text) if isinstance(message, dict) else str(message)
-    except (json.JSONDecodeError, AttributeError):
-        message = text[:500]
-    return EngineRequestError(status, message, retry_after)
+        if isinstance(message, dict):
+            message, field = message.get("message", text), message.get("param")
+    except (ValueError, RecursionError, AttributeError):
+        message = text
+    # it goes into our answer's header, so it has to be what the header may hold: seconds or a date
+    wait = retry_after if retry_after is not None and _WAIT.fullmatch(retry_after) else None
+    return EngineRequestError(status, str(message)[:MESSAGE], wait, field[:80] if isinstance(field, str) and field else "engine")

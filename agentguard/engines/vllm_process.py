@@ -147,6 +147,8 @@ def environment(policy: Policy, api_key: str) -> dict[str, str]:
     # far above every client's own limit, so that no idle connection is closed under a request
     env.setdefault("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "75")
     env |= {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_API_KEY": api_key}
+    # no pickle between its processes, whatever the shell says; and a host of media_hosts must not send the engine on to another
+    env |= {"VLLM_ALLOW_INSECURE_SERIALIZATION": "0", "VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0"}
     # an allow-list of all plugins: what is installed beside ours is named too, as without the variable vLLM would load it
     env.setdefault("VLLM_PLUGINS", ",".join(sorted({*_installed_plugins(), *OUR_PLUGINS})))
     if is_cpu_build():
@@ -196,6 +198,8 @@ def _prepare(policy: Policy, port: int) -> _Launch:
     telemetry, log, api_key = f"ipc://{directory}/tap", directory / "engine.log", secrets.token_urlsafe(24)
     try:
         arguments, env = command(policy, port, telemetry), environment(policy, api_key)
+        # vLLM's own ZMQ sockets lie in /tmp otherwise, where only the umask keeps other users from them
+        env.setdefault("VLLM_RPC_BASE_PATH", str(directory))
         output = os.open(log, os.O_WRONLY | os.O_CREAT, 0o600)
     except BaseException:
         shutil.rmtree(directory, ignore_errors=True)

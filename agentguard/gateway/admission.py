@@ -156,5 +156,6 @@ class Admit:
 def refusal(error: BusyError) -> JSONResponse:
     """OpenAI's error object. The rest of the request is not read, so the connection ends with it."""
     kind = "rate_limit_error" if error.status == 429 else "server_error"
-    body = {"error": {"message": str(error), "type": kind, "code": error.code}}
+    told = {"message": str(error), "type": kind, "code": error.code}
+    body = {"error": told | ({"param": error.field} if error.status < 500 else {})}
     return JSONResponse(body, error.status, headers={"retry-after": str(math.ceil(error.retry_after_s)), "connection": "close"})

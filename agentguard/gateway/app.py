@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
 import logging
+import math
+import re
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Collection, Coroutine, Mapping
 from contextlib import aclosing
 from typing import Any, Self, TypeVar
 
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -32,15 +34,21 @@ from agentguard.errors import (
     EngineRequestError,
     SessionBusyError,
     SessionLimitError,
+    TooLargeError,
+    TooSlowError,
     loggable,
+    shown,
 )
 from agentguard.events import OperatorActed, OperatorAction, encode_json
-from agentguard.gateway.admission import RETRY_S, Admission, Admit, Drain
+from agentguard.gateway.admission import Admission, Admit, Drain
+from agentguard.gateway.auth import Keyring, RequireKey
+from agentguard.gateway.fetches import check_fetches
 from agentguard.gateway.guesses import SharedGuesses
 from agentguard.gateway.pages import RefusePages
 from agentguard.gateway.step_events import EVENTS_HEADER, StepEvents
 from agentguard.gateway.watch import WATCHERS, Watch, interval_of
 from agentguard.identity import SESSION, identify
+from agentguard.limits import BODY_S, MAX_BODY, MAX_DEPTH, MAX_ID_CHARACTERS
 from agentguard.middleware import Guard, Reply
 from agentguard.replies import collect
 from agentguard.requests import ChatRequest
@@ -49,14 +57,8 @@ from agentguard.telemetry import prometheus
 from agentguard.telemetry.metrics import Metrics
 
 logger = logging.getLogger(__name__)
-MAX_BODY_BYTES = 16 << 20
-HEALTH_ROUTES = ("/health", "/health/live", "/health/ready")
-"""Open without a key: they say how the gateway is, and nothing of whom it serves."""
-BODY_S = 60
-"""For a request's body to arrive; a step keeps its turn meanwhile."""
 STORE_S = 2
 """Seconds after which a store that was away may be back."""
-OPERATOR_ROUTES = ("/agentguard/sessions/limit", "/agentguard/close", "/agentguard/tts", "/agentguard/pin", "/agentguard/tails")
 TAILS, TAIL_CHARACTERS = 128, 600
 """Running traces whose latest words are shown at once, and how many of them."""
 PAUSED_S = 60
@@ -65,19 +67,22 @@ BUSY_S = 5
 """Of an engine that is there and says 503 without a word on when."""
 RESTART_S = 30
 """Seconds an engine takes to come back, or so."""
+MAX_SESSION = 2 * MAX_ID_CHARACTERS
+"""Of a session's full name, which holds its caller's."""
+INLINE_BODY = 1 << 20
+"""Bytes of a body that are parsed on the loop: 5 ms here."""
 T = TypeVar("T")
 _JSON = msgspec.json.Encoder()
 
 
 def create_app(
-    guard: Guard, *, api_key: str | None = None, operator_key: str | None = None, drain: Drain | None = None,
+    guard: Guard, *, keys: Keyring | None = None, allowed_hosts: Collection[str] = (), drain: Drain | None = None,
     metrics: Metrics | None = None,
 ) -> Starlette:  # fmt: skip
-    """The gateway's app; ``drain`` ends it, ``metrics`` is what `/metrics` shows beside the economics.
-
-    With ``api_key`` every route but /health needs it as a bearer token; with ``operator_key`` the routes that
-    act on other people's sessions need that one instead, which agents do not have."""
-
+    """The gateway's app. ``keys``: who may do what (gateway.auth), None for everybody everything; ``allowed_hosts``: names under
+    which a gateway without keys is answered, besides addresses and localhost (gateway.pages); ``drain`` ends it; ``metrics`` is
+    what `/metrics` shows beside the economics."""
+    keys = keys or Keyring()
     guesses = SharedGuesses(guard.books, guard.policy.max_sessions)
     drain = drain or Drain()
     admission = Admission(guard.policy.serving)
@@ -85,6 +90,7 @@ def create_app(
     async def chat(request: Request) -> Response:
         body = await _body(request)
         asked = ChatRequest.read(body)
+        check_fetches(body, guard.policy.media_hosts)
         side = request.headers.get(SIDE_HEADER, "") not in ("", "0", "false")
         told = Reply()
         who = identify(request.headers, body)
@@ -112,14 +118,19 @@ def create_app(
         told = guard.close(request=asked.request, session=asked.session, why=asked.why)
         if told:
             acted("close", asked.request or asked.session, f"closed {told} trace{'s' * (told != 1)}: {asked.why}")
-        return JSONResponse({"told": told}, 200 if told else 404)
+        if not told:
+            field, value = ("request", asked.request) if asked.request else ("session", asked.session)
+            return JSONResponse({"told": 0} | _refusal(404, field, f"{field}={shown(value)!r}: no such trace runs"), 404)
+        return JSONResponse({"told": told})
 
     async def raise_limit(request: Request) -> Response:
         asked = RaiseLimit.read(await _body(request))
         known = await guard.raise_limit(asked.session, asked.meter, asked.limit)
         if known:
             acted("limit", asked.session, f"limit of {asked.meter} is {asked.limit} now")
-        return JSONResponse({"known": known}, 200 if known else 404)
+        if not known:
+            return JSONResponse({"known": False} | _refusal(404, "session", f"session={shown(asked.session)!r}: is not known"), 404)
+        return JSONResponse({"known": True})
 
     async def tts(request: Request) -> Response:
         asked = SetTts.read(await _body(request)) if request.method == "POST" else SetTts()
@@ -138,8 +149,7 @@ def create_app(
 
     async def tails(_: Request) -> Response:
         if not guard.policy.content:
-            message = "this gateway gives no content; set 'content: true' in its recipe"
-            return JSONResponse({"error": {"message": message, "type": "invalid_request_error", "code": 403}}, 403)
+            return JSONResponse(_refusal(403, "content", "this gateway gives no content; set 'content: true' in its recipe"), 403)
         latest = list(guard.running.items())[-TAILS:]
         return JSONResponse({"tails": {request: step.tail(TAIL_CHARACTERS) for request, (_, step) in latest}})
 
@@ -212,25 +222,31 @@ def create_app(
             Route("/v1/models", models),
             Route("/agentguard/events", events),
             Route("/agentguard/sessions", sessions),
-            Route(OPERATOR_ROUTES[0], raise_limit, methods=["POST"]),
-            Route(OPERATOR_ROUTES[1], close, methods=["POST"]),
-            Route(OPERATOR_ROUTES[2], tts, methods=["GET", "POST"]),
-            Route(OPERATOR_ROUTES[3], pin, methods=["POST"]),
-            Route(OPERATOR_ROUTES[4], tails),
+            Route("/agentguard/sessions/limit", raise_limit, methods=["POST"]),
+            Route("/agentguard/close", close, methods=["POST"]),
+            Route("/agentguard/tts", tts, methods=["GET", "POST"]),
+            Route("/agentguard/pin", pin, methods=["POST"]),
+            Route("/agentguard/tails", tails),
             Route("/guard/v1/economics", economics),
             Route("/guard/v1/watch", watch),
             Route("/metrics", exposition),
-            Route(HEALTH_ROUTES[0], health),
-            Route(HEALTH_ROUTES[1], health),
-            Route(HEALTH_ROUTES[2], ready),
+            Route("/health", health),
+            Route("/health/live", health),
+            Route("/health/ready", ready),
         ],
-        exception_handlers={AgentGuardError: _on_error, ClientDisconnect: _on_client_gone},
+        exception_handlers={
+            AgentGuardError: _on_error,
+            ClientDisconnect: _on_client_gone,
+            HTTPException: _on_no_route,
+            Exception: _on_bug,
+        },
     )
+    app.router.redirect_slashes = False  # a redirect's address is made from the Host header, which is the client's to choose
     # innermost: whoever has no key takes no turn
     app.add_middleware(Admit, admission=admission, drain=drain, paths=("/v1/chat/completions",))
-    if api_key is not None or operator_key is not None:
-        app.add_middleware(RequireKey, api_key=api_key, operator_key=operator_key)
-    app.add_middleware(RefusePages, keyed=api_key is not None)
+    if keys.asks:
+        app.add_middleware(RequireKey, keys=keys)
+    app.add_middleware(RefusePages, keyed=keys.keyed, allowed_hosts=frozenset(allowed_hosts))
     app.add_middleware(EndQuietly)
     app.add_middleware(logs.RequestLog)
     return app
@@ -251,8 +267,8 @@ class _Ask(BaseModel):
 class CloseTrace(_Ask):
     """Close the trace of a running request, or of all running requests of a session."""
 
-    request: str = ""
-    session: str = ""
+    request: str = Field("", max_length=MAX_ID_CHARACTERS)
+    session: str = Field("", max_length=MAX_SESSION)
     why: str = Field("operator", max_length=200)
 
     @model_validator(mode="after")
@@ -265,17 +281,17 @@ class CloseTrace(_Ask):
 class RaiseLimit(_Ask):
     """A session's new limit: "steps" or "tokens" in all, or anything for "no_progress", which starts counting again."""
 
-    session: str
-    meter: str
-    limit: int = Field(1, ge=1)
+    session: str = Field(max_length=MAX_SESSION)
+    meter: str = Field(max_length=MAX_ID_CHARACTERS)
+    limit: int = Field(1, ge=1, le=1 << 53)
 
 
 class PinArm(_Ask):
     """Hold an arm of a class ("" for all) at ``rule``, itself or "strict"; null lets the guard decide again."""
 
-    arm: str
-    workload: str = ""
-    rule: str | None
+    arm: str = Field(max_length=MAX_ID_CHARACTERS)
+    workload: str = Field("", max_length=MAX_ID_CHARACTERS)
+    rule: str | None = Field(max_length=MAX_ID_CHARACTERS)
 
 
 class SetTts(_Ask):
@@ -312,26 +328,6 @@ class EndQuietly:
             await self.app(scope, receive, send)
         except asyncio.CancelledError:
             logger.info("request_cancelled", extra={"path": scope.get("path")})
-
-
-class RequireKey:
-    """Pure-ASGI middleware: 401 without the right bearer token, compared in constant time; `HEALTH_ROUTES` stay open."""
-
-    def __init__(self, app: Any, api_key: str | None, operator_key: str | None) -> None:
-        self.app = app
-        self._api = None if api_key is None else f"Bearer {api_key}".encode()
-        self._operator = self._api if operator_key is None else f"Bearer {operator_key}".encode()
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "http" and scope["path"] not in HEALTH_ROUTES:
-            given = dict(scope["headers"]).get(b"authorization", b"")
-            expected = self._operator if scope["path"] in OPERATOR_ROUTES else self._api
-            if expected is not None and not hmac.compare_digest(given, expected):
-                message = "missing or wrong API key; send it as 'Authorization: Bearer …'"
-                response = JSONResponse({"error": {"message": message, "type": "invalid_request_error", "code": 401}}, 401)
-                await response(scope, receive, send)
-                return
-        await self.app(scope, receive, send)
 
 
 _CLIENT_GONE = Response(status_code=499)  # nobody reads it; nginx's number for a client that hung up
@@ -422,9 +418,7 @@ async def _sse(
             return
         except Exception as error:
             logger.error("stream_failed", extra={"request": told.request, "error": loggable(error)})
-            yield _data(
-                {"error": {"message": "internal error of the gateway; its log says more", "type": "server_error", "code": 500}}
-            )
+            yield _data(_BUG)
             return
         finally:
             drain.streams.discard(task)
@@ -438,27 +432,74 @@ def _data(value: object) -> bytes:
 
 
 async def _body(request: Request) -> dict[str, Any]:
+    """The body as a JSON object within the limits. Raises ConfigError, TooLargeError and TooSlowError."""
+    too_large = TooLargeError("body", f"more than {MAX_BODY} bytes", "send less")
+    told = request.headers.get("content-length", "0")
+    if len(told) > 12 or int(told) > MAX_BODY:  # digits: the parser refuses others
+        raise too_large
     raw = bytearray()
     try:
         async with asyncio.timeout(BODY_S):
             async for piece in request.stream():
                 raw += piece
-                if len(raw) > MAX_BODY_BYTES:
-                    raise ConfigError("body", f"more than {MAX_BODY_BYTES} bytes", "send less")
+                if len(raw) > MAX_BODY:
+                    raise too_large
     except TimeoutError:
-        raise BusyError(408, "request_timeout", f"the body was not here within {BODY_S} s; send it again", RETRY_S) from None
+        raise TooSlowError("body", f"{len(raw)} bytes", f"not whole within {BODY_S:g} s; send it faster") from None
+    # a large one off the loop, where it would hold up everybody's streams
+    return await asyncio.to_thread(parse_body, bytes(raw)) if len(raw) > INLINE_BODY else parse_body(bytes(raw))
+
+
+def parse_body(raw: bytes) -> dict[str, Any]:
+    """Raises ConfigError for what is no JSON object that can be sent on: other encodings than UTF-8, NaN and numbers too large for
+    a double, half a surrogate pair, nesting deeper than `MAX_DEPTH`."""
     try:
-        body = json.loads(bytes(raw))
+        # as text: json takes bytes for UTF-16 and UTF-32 too, and lets halves of surrogate pairs through
+        body = json.loads(raw.decode(), parse_constant=_no_constant, parse_float=_finite)
+    except RecursionError:
+        raise _too_deep() from None
     except ValueError as error:
-        raise ConfigError("body", bytes(raw[:40]), f"is not JSON ({error})") from None
+        raise ConfigError("body", raw[:40], f"is not JSON ({error})") from None
     if not isinstance(body, dict):
         raise ConfigError("body", type(body).__name__, "send a JSON object")
+    level: list[Any] = [body]
+    for _ in range(MAX_DEPTH):
+        level = [item for outer in level for item in (outer.values() if isinstance(outer, dict) else outer)]
+        level = [item for item in level if isinstance(item, dict | list)]
+        if not level:
+            break
+    else:
+        raise _too_deep()
+    if _SURROGATE.search(raw):
+        try:
+            json.dumps(body, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise ConfigError("body", "\\ud800…", "holds half a surrogate pair, which is no character; send whole ones") from None
     return body
+
+
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+def _too_deep() -> ConfigError:
+    """Made anew: an exception that is raised twice keeps the frames of both, and with them the bodies."""
+    return ConfigError("body", "nested", f"deeper than {MAX_DEPTH} objects and lists")
+
+
+def _no_constant(word: str) -> None:
+    raise ValueError(f"{word} is no JSON")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"{text[:40]} is too large a number")
+    return value
 
 
 def _status(error: AgentGuardError) -> int:
     if isinstance(error, ConfigError):
-        return 400
+        return error.status
     if isinstance(error, SessionLimitError | SessionBusyError):
         return 429
     if isinstance(error, BusyError):
@@ -466,7 +507,8 @@ def _status(error: AgentGuardError) -> int:
     if isinstance(error, StoreError):
         return 503
     if isinstance(error, EngineRequestError):
-        return error.status
+        # an upstream that redirects is not followed, nor are clients sent there
+        return error.status if error.status >= 400 else 502
     if isinstance(error, EngineDiedError):
         return 503
     return 502 if isinstance(error, EngineError) else 500
@@ -477,12 +519,32 @@ def _error_body(error: AgentGuardError) -> dict[str, Any]:
     status = _status(error)
     kind = "invalid_request_error" if status < 500 else "server_error"
     told = {"message": str(error), "type": kind, "code": getattr(error, "code", status), "agentguard": type(error).__name__}
-    return {"error": told | ({"param": error.field} if isinstance(error, ConfigError) else {})}
+    field = getattr(error, "field", "") if status < 500 else ""
+    return {"error": told | ({"param": field} if field else {})}
+
+
+def _refusal(status: int, field: str, message: str) -> dict[str, Any]:
+    return {"error": {"message": message, "type": "invalid_request_error", "code": status, "param": field}}
 
 
 async def _on_client_gone(_: Request, __: Exception) -> Response:
     """The client hung up while its request was still being read."""
     return _CLIENT_GONE
+
+
+_BUG = {"error": {"message": "internal error of the gateway; its log says more", "type": "server_error", "code": 500}}
+
+
+async def _on_bug(_: Request, __: Exception) -> Response:
+    """A mistake of ours; the server logs it."""
+    return JSONResponse(_BUG, 500)
+
+
+async def _on_no_route(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    field, value = ("method", request.method) if error.status_code == 405 else ("path", request.url.path)
+    message = f"{field}={shown(value)!r}: {error.detail.lower()}; see the README for the gateway's routes"
+    return JSONResponse(_refusal(error.status_code, field, message), error.status_code, error.headers)
 
 
 async def _on_error(_: Request, error: Exception) -> Response:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -17,8 +18,11 @@ from agentguard.engines.openai_http import OpenAIEngine
 from agentguard.engines.pool import EnginePool
 from agentguard.engines.vllm_process import VllmProcess, vllm_process
 from agentguard.errors import ConfigError, EngineDiedError, EngineError
+from agentguard.gateway.access import Access
 from agentguard.gateway.admission import Drain
 from agentguard.gateway.app import create_app
+from agentguard.gateway.auth import check_address
+from agentguard.gateway.protocol import BoundedHttp
 from agentguard.middleware import Guard
 from agentguard.policy import Policy, ServingLimits, parse
 from agentguard.store.kept import economics, session_books
@@ -51,14 +55,16 @@ class Stack:
 @asynccontextmanager
 async def serve_stack(
     policy: Policy, *, host: str = "127.0.0.1", port: int = 0, api_key: str | None = None, operator_key: str | None = None,
-    hub: Hub | None = None,
+    access: Access | None = None, hub: Hub | None = None,
 ) -> AsyncIterator[Stack]:  # fmt: skip
     """Start an engine for the policy and the gateway in front of it; stop both at the end.
 
-    ``port`` 0 takes a free one. Raises ConfigError for a port in use before the engine is started.
+    ``port`` 0 takes a free one; ``access`` goes before the two keys. Raises ConfigError for a port in use, and for an address
+    others can reach without a key, before the engine is started.
     """
-    hub = hub or Hub()
+    hub, access = hub or Hub(), Access.of(access, api_key, operator_key)
     with bind(host, port) as listener:
+        check_address(listener.getsockname()[0], access.keys)
         async with vllm_process(policy) as engine:
             client = OpenAIEngine(engine.url, api_key=engine.api_key)
             try:
@@ -67,7 +73,7 @@ async def serve_stack(
                 ):  # fmt: skip
                     guard = await Guard.open(client, policy, hub, ledger=ledger, books=books)
                     with hub.sink(guard.observe):
-                        async with gateway(guard, listener, api_key=api_key, operator_key=operator_key) as url:
+                        async with gateway(guard, listener, access=access) as url:
                             yield Stack(engine, guard, hub, url)
             finally:
                 await client.aclose()
@@ -76,7 +82,8 @@ async def serve_stack(
 @asynccontextmanager
 async def serve_upstream(
     policy: Policy | Mapping[str, Any] | None, url: str | Sequence[str], *, key: str | None = None, host: str = "127.0.0.1",
-    port: int = 0, api_key: str | None = None, operator_key: str | None = None, hub: Hub | None = None, store: str | None = None,
+    port: int = 0, api_key: str | None = None, operator_key: str | None = None, access: Access | None = None,
+    hub: Hub | None = None, store: str | None = None,
 ) -> AsyncIterator[tuple[Guard, str]]:  # fmt: skip
     """The gateway in front of a server that runs already: any that speaks OpenAI's chat completions, with our plugin or without.
     Several URLs of servers of one model make a pool: sessions are spread over them, and go on elsewhere when one is away.
@@ -87,10 +94,12 @@ async def serve_upstream(
 
     Raises EngineDiedError when nobody answers at any ``url``, ConfigError for a mapping that is no policy.
     """
+    access = Access.of(access, api_key, operator_key)
     with bind(host, port) as listener:
+        check_address(listener.getsockname()[0], access.keys)
         async with (
             guarded(policy, [url] if isinstance(url, str) else url, key=key, hub=hub, store=store) as guard,
-            gateway(guard, listener, api_key=api_key, operator_key=operator_key) as address,
+            gateway(guard, listener, access=access) as address,
         ):
             yield guard, address
 
@@ -124,17 +133,24 @@ async def guarded(
 
 @asynccontextmanager
 async def gateway(
-    guard: Guard, listener: socket.socket, *others: socket.socket, api_key: str | None = None, operator_key: str | None = None
-) -> AsyncIterator[str]:
-    """The gateway as a server in this event loop, on bound sockets; yields the first one's URL.
+    guard: Guard, listener: socket.socket, *others: socket.socket, api_key: str | None = None, operator_key: str | None = None,
+    access: Access | None = None,
+) -> AsyncIterator[str]:  # fmt: skip
+    """The gateway as a server in this event loop, on bound sockets; yields the first one's URL. ``access`` goes before the keys.
 
     At the end of the block nothing new is taken on, running steps may go on for the policy's ``drain_s``, and those that are left
-    end with an error that says so.
+    end with an error that says so. Raises ConfigError for an address others can reach without a key.
     """
+    access = Access.of(access, api_key, operator_key)
+    for one in (listener, *others):
+        check_address(one.getsockname()[0], access.keys)
     drain, metrics = Drain(), Metrics()
     with guard.hub.sink(metrics.observe):
-        app = create_app(guard, api_key=api_key, operator_key=operator_key, drain=drain, metrics=metrics)
-        async with traced(guard) as wrapped, _served(wrapped(app), drain, guard.policy.serving, listener, *others) as url:
+        app = create_app(guard, keys=access.keys, allowed_hosts=access.allowed_hosts, drain=drain, metrics=metrics)
+        async with (
+            traced(guard) as wrapped,
+            _served(wrapped(app), access.tls, drain, guard.policy.serving, listener, *others) as url,
+        ):
             yield url
 
 
@@ -160,10 +176,15 @@ async def traced(guard: Guard) -> AsyncIterator[Callable[[Any], Any]]:
 
 @asynccontextmanager
 async def _served(
-    app: Any, drain: Drain, serving: ServingLimits, listener: socket.socket, *others: socket.socket
+    app: Any, tls: ssl.SSLContext | None, drain: Drain, serving: ServingLimits, listener: socket.socket, *others: socket.socket
 ) -> AsyncIterator[str]:
     config = uvicorn.Config(
         app,
+        http=BoundedHttp,
+        ws="none",
+        proxy_headers=False,  # nobody's word on where a request came from
+        server_header=False,
+        ssl_context_factory=None if tls is None else lambda *_: tls,
         log_config=None,  # its lines go the way of ours
         log_level="warning",
         access_log=False,
@@ -181,7 +202,7 @@ async def _served(
         if task.done():
             raise EngineError("the gateway ended while starting; its log says why")
         try:
-            yield url_of(listener)
+            yield url_of(listener, tls=tls is not None)
         finally:
             drain.begin()
             server.should_exit = True
@@ -194,10 +215,11 @@ async def _served(
             await asyncio.wait([task], timeout=LAST_WORD_S)
 
 
-def url_of(listener: socket.socket) -> str:
+def url_of(listener: socket.socket, *, tls: bool = False) -> str:
     """The address of a bound socket as a URL."""
     host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    scheme = "https" if tls else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 async def end_silent(connections: set[Any], every_s: float = 5.0, silent_s: float = SILENT_S) -> None:

@@ -28,6 +28,8 @@ import msgspec
 
 from agentguard.engines.vllm_process import die_with_parent
 from agentguard.errors import ConfigError, EngineStartError
+from agentguard.gateway.access import Access, rebuilt
+from agentguard.gateway.auth import check_address
 from agentguard.gateway.server import bind, gateway, guarded, url_of
 from agentguard.policy import Policy, parse
 from agentguard.tasks import owned_task
@@ -45,15 +47,15 @@ STOP_S = 10.0
 
 
 class Orders(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker is told. ``fd``: the shared listener; ``telemetry``: the engine's tap, "" where there is none."""
+    """What a worker is told. ``fd``: the shared listener; ``access``: for `gateway.access.rebuilt`; ``telemetry``: the engine's
+    tap, "" where there is none."""
 
     policy: dict[str, Any]
     urls: list[str]
     fd: int
     number: int
     key: str | None = None
-    api_key: str | None = None
-    operator_key: str | None = None
+    access: dict[str, Any]
     telemetry: str = ""
 
 
@@ -76,7 +78,7 @@ class Workers:
 @asynccontextmanager
 async def serve_workers(
     policy: Policy, urls: Sequence[str], listener: socket.socket, count: int, *, key: str | None = None, api_key: str | None = None,
-    operator_key: str | None = None, telemetry: str = "",
+    operator_key: str | None = None, access: Access | None = None, telemetry: str = "",
 ) -> AsyncIterator[Workers]:  # fmt: skip
     """``count`` gateways in front of the servers at ``urls`` while the block runs; yields when all are ready.
 
@@ -84,14 +86,16 @@ async def serve_workers(
     """
     if policy.store.url is None:
         raise ConfigError("store.url", None, "several workers share their sessions; give sqlite:PATH or redis://HOST:PORT/DB")
+    access = Access.of(access, api_key, operator_key)
+    check_address(listener.getsockname()[0], access.keys)
     told = policy.model_dump(mode="json", exclude_unset=True)
     listener.set_inheritable(True)
-    running = Workers(url_of(listener), [Worker(number) for number in range(count)])
+    running = Workers(url_of(listener, tls=access.tls is not None), [Worker(number) for number in range(count)])
 
     def orders(worker: Worker) -> bytes:
         one = Orders(
-            policy=told, urls=list(urls), fd=listener.fileno(), number=worker.number, key=key, api_key=api_key,
-            operator_key=operator_key, telemetry=telemetry,
+            policy=told, urls=list(urls), fd=listener.fileno(), number=worker.number, key=key, access=access.told or {},
+            telemetry=telemetry,
         )  # fmt: skip
         return msgspec.json.encode(one) + b"\n"
 
@@ -165,15 +169,15 @@ async def _stop(worker: Worker, patience_s: float) -> None:
 
 async def work(orders: Orders) -> None:
     """Serve until the supervisor is gone or sends SIGTERM."""
-    hub = Hub()
+    hub, access = Hub(), await asyncio.to_thread(rebuilt, orders.access)
     with socket.socket(fileno=orders.fd) as shared, bind("127.0.0.1", 0) as own:
         async with AsyncExitStack() as stack:
             if orders.telemetry:
                 await stack.enter_async_context(engine_source(hub, orders.telemetry))
             guard = await stack.enter_async_context(guarded(parse(orders.policy), orders.urls, key=orders.key, hub=hub))
             stack.enter_context(hub.sink(guard.observe))
-            await stack.enter_async_context(gateway(guard, shared, own, api_key=orders.api_key, operator_key=orders.operator_key))
-            print(json.dumps({"url": url_of(own)}), flush=True)
+            await stack.enter_async_context(gateway(guard, shared, own, access=access))
+            print(json.dumps({"url": url_of(own, tls=access.tls is not None)}), flush=True)
             await _orphaned()
 
 

@@ -172,7 +172,7 @@ class Simulator:
             raise unknown(scenario)
         self.name, self.scenario = scenario, SCENARIOS[scenario]
         self.start = self.now = start
-        self._random = random.Random(seed)
+        self._random = random.Random(seed)  # noqa: S311  # nosec B311  # seeds and jitter, no secret
         self._ticks = 0
         self._engines = [self._engine(model) for model in self.scenario.engines]
         self._sessions: list[_Session] = []

@@ -32,7 +32,7 @@ class Backoff:
 
     def __init__(self, first_s: float = 0.5, longest_s: float = 10.0, rng: random.Random | None = None) -> None:
         self._first_s, self._longest_s = first_s, longest_s
-        self._rng = rng or random.Random()
+        self._rng = rng or random.Random()  # noqa: S311  # nosec B311  # seeds and jitter, no secret
         self._next_s = first_s
 
     def again(self) -> float:

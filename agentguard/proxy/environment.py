@@ -158,7 +158,7 @@ def _only_one(path: Path, on_wait: Callable[[], None]) -> Iterator[int]:
 def _make(python: str, root: Path, lock: Path, packages: int, progress: Progress, held: int) -> None:
     """``held``: the lock's descriptor, which pip keeps open too: when we are ended, the next start waits until pip is."""
     env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
-    made = subprocess.run([python, "-m", "venv", root], capture_output=True, text=True, env=env, check=False)
+    made = subprocess.run([python, "-m", "venv", root], capture_output=True, text=True, env=env, check=False)  # noqa: S603  # nosec B603  # a list of our own, no shell
     if made.returncode:
         raise EngineStartError(
             f"no environment for LiteLLM could be made with {python}: {(made.stderr or made.stdout).strip()[-500:]}"
@@ -169,7 +169,7 @@ def _make(python: str, root: Path, lock: Path, packages: int, progress: Progress
         "--require-hashes", "--only-binary", ":all:", "--progress-bar", "off", "--requirement", str(lock),
     ]  # fmt: skip
     said: list[str] = []
-    with subprocess.Popen(pip, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env, pass_fds=(held,)) as process:
+    with subprocess.Popen(pip, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env, pass_fds=(held,)) as process:  # noqa: S603  # nosec B603  # a list of our own, no shell
         assert process.stdout is not None
         done = 0
         for line in process.stdout:

@@ -70,7 +70,7 @@ async def litellm_process(
                 env=environment(master_key, gateway_key, directory, importable), start_new_session=True,
                 preexec_fn=die_with_parent,
             )  # fmt: skip
-        local = "127.0.0.1" if host in ("0.0.0.0", "localhost") else "::1" if host == "::" else host
+        local = "127.0.0.1" if host in ("0.0.0.0", "localhost") else "::1" if host == "::" else host  # noqa: S104  # nosec B104  # compared, not bound
         proxy = Proxy(f"http://[{local}]:{port}" if ":" in local else f"http://{local}:{port}", model, log, process)
         try:
             await _until_healthy(proxy)

@@ -107,7 +107,7 @@ class RetryBusy(Middleware):
             except (EngineDiedError, EngineRequestError, SessionBusyError) as error:
                 if told or attempt == self._attempts or not _passes(error):
                     raise
-                wait = _asked_wait(error) or self._first_s * 2**attempt * random.uniform(0.5, 1.0)
+                wait = _asked_wait(error) or self._first_s * 2**attempt * random.uniform(0.5, 1.0)  # noqa: S311  # nosec B311  # jitter
             await asyncio.sleep(min(wait, LONGEST_S))
 
 

@@ -126,7 +126,8 @@ class SqliteSessions:
     async def sessions(self, limit: int = 1000) -> list[tuple[Key, Meters]]:
         def work() -> list[tuple[Key, Meters]]:
             rows = self._connection.execute(
-                f"SELECT caller, session, {_COLUMNS} FROM sessions ORDER BY used DESC LIMIT ?", (limit,)
+                f"SELECT caller, session, {_COLUMNS} FROM sessions ORDER BY used DESC LIMIT ?",  # noqa: S608  # nosec B608  # a constant's names
+                (limit,),
             )
             return [(Key(row[0], row[1]), accounts.meters(_account(row[2:]))) for row in rows]
 
@@ -190,7 +191,7 @@ class SqliteSessions:
     # -- in the thread -------------------------------------------------------------------------------------------------------------
 
     def _load(self, key: Key) -> Account:
-        row = self._connection.execute(f"SELECT {_COLUMNS} FROM sessions WHERE caller = ? AND session = ?", key).fetchone()
+        row = self._connection.execute(f"SELECT {_COLUMNS} FROM sessions WHERE caller = ? AND session = ?", key).fetchone()  # noqa: S608  # nosec B608  # a constant's names; values are bound
         if row is None:
             self._make_room(key.caller)
             return Account(born=uuid.uuid4().hex[:12])
@@ -204,7 +205,7 @@ class SqliteSessions:
     def _save(self, key: Key, account: Account) -> None:
         held = {step: [h.tokens, h.number, h.until, h.seen, h.expired] for step, h in account.held.items()}
         self._connection.execute(
-            f"INSERT OR REPLACE INTO sessions (caller, session, {_COLUMNS}, used) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            f"INSERT OR REPLACE INTO sessions (caller, session, {_COLUMNS}, used) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",  # noqa: S608  # nosec B608  # a constant's names; values are bound
             (
                 *key, account.born, account.steps, account.tokens, account.think, account.closes, account.lost, account.seq,
                 json.dumps(account.raised), json.dumps(held), self._boot, time.time(),

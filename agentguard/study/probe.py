@@ -140,7 +140,7 @@ def _auc(scored: Sequence[tuple[float, bool]]) -> float | None:
     bad = [score for score, right in scored if not right]
     if not good or not bad:
         return None
-    pairs = random.Random(0)
+    pairs = random.Random(0)  # noqa: S311  # nosec B311  # seeds and jitter, no secret
     if len(good) * len(bad) > 2_000_000:  # a sample of the pairs tells the same
         good, bad = pairs.sample(good, min(len(good), 1400)), pairs.sample(bad, min(len(bad), 1400))
     wins = sum((g > b) + 0.5 * (g == b) for g in good for b in bad)

@@ -376,7 +376,7 @@ def _arm(sessions: Sessions, strict: Sessions, cells: Mapping[tuple[str, str], S
         truncated=sum(s.finished.finish_reason == "length" for s in steps),
         closes=sum(bool(s.finished.closed) for s in steps),
         empty_answers=sum(s.finished.empty_answer for s in steps),
-        extra=extra(mine, theirs) if compared else None,
+        extra=extra(mine, theirs) if compared else None,  # nosec B610  # our own method of that name, no database
         strict_tokens=Tokens(
             sum(r.stats.strict_n for r in records),
             bootstrap(

@@ -44,6 +44,8 @@ _HISTOGRAMS = {
     "vllm:e2e_request_latency_seconds": "e2e_s",
     "vllm:request_queue_time_seconds": "queue_s",
 }
+LARGEST = 1e18
+"""A count or gauge beyond is none, and NaN neither; sums of these stay finite."""
 ENGINES = 256
 """Engines of one server; more are a label that was not meant as one."""
 FAMILIES = frozenset((*_GAUGES, *_COUNTERS, *_LABELLED, *_HISTOGRAMS))
@@ -67,7 +69,7 @@ def read(text: str, t: float) -> list[EngineMetrics]:
     engines: dict[str, _Engine] = {}
     for family in text_string_to_metric_families("".join(_wanted(text))):
         for sample in family.samples:
-            if math.isfinite(sample.value):
+            if abs(sample.value) <= LARGEST:
                 if len(engines) > ENGINES:
                     raise ValueError(f"more than {ENGINES} values of the label 'engine'; is this one server?")
                 _take(engines.setdefault(sample.labels.get("engine", ""), _Engine()), family.name, sample)
@@ -101,7 +103,7 @@ def _take(one: _Engine, family: str, sample: Sample) -> None:
         one.gauges[name] = together(one.gauges[name], value) if name in one.gauges else value
     elif family in _HISTOGRAMS and sample.name.endswith("_bucket"):
         counts = one.buckets.setdefault(_HISTOGRAMS[family], {})
-        bound = float(labels["le"])
+        bound = float(labels.get("le", ""))
         counts[bound] = counts.get(bound, 0.0) + value
     elif sample.name.endswith("_total") and (family in _COUNTERS or family in _LABELLED):
         name = _COUNTERS[family] if family in _COUNTERS else _labelled(family, labels)

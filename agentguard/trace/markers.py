@@ -295,11 +295,15 @@ def read(directory: Path) -> tuple[dict[str, Any] | None, str | None]:
     if not (config or {}).get("added_tokens_decoder"):
         # transformers 5 leaves them in tokenizer.json
         added = (_json(directory / "tokenizer.json") or {}).get("added_tokens")
-        if added:
-            config = {**(config or {}), "added_tokens_decoder": {str(token.get("id")): token for token in added}}
+        tokens = [token for token in added if isinstance(token, Mapping)] if isinstance(added, list) else []
+        if tokens:
+            config = {**(config or {}), "added_tokens_decoder": {str(token.get("id")): token for token in tokens}}
     file = directory / "chat_template.jinja"
     if file.is_file():
-        return config, file.read_text(encoding="utf-8")
+        try:
+            return config, file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ConfigError("model", str(file), f"is not UTF-8 ({error}); download the model again") from None
     # a processor's template has a file of its own in older models
     return config, _template(config) or _template(_json(directory / "chat_template.json"))
 
@@ -351,7 +355,7 @@ class _Files:
         _, asked, tail = self.template.rpartition("add_generation_prompt")
         for name, _, text in re.findall(r"set\s+(\w+)\s*=\s*(['\"])(.*?)\2", self.template):
             if text in (markers.start, markers.end):
-                tail = re.sub(rf"\b{name}\b", f"'{text}'", tail)
+                tail = re.sub(rf"\b{name}\b", lambda _, text=text: f"'{text}'", tail)  # type: ignore[misc]  # its backslashes are its own
         if not asked or markers.start not in self.template:
             return ""
         tail = re.sub(r"['\"]\s*[+~]\s*['\"]", "", tail)
@@ -400,7 +404,7 @@ def _template(config: Mapping[str, Any] | None) -> str | None:
     """The chat template of a config: a text, or the default one of a list of named ones."""
     template = (config or {}).get("chat_template")
     if isinstance(template, list):
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, Mapping)}
+        named = {str(entry.get("name")): entry.get("template") for entry in template if isinstance(entry, Mapping)}
         template = named.get("default") or next(iter(named.values()), None)
     return template if isinstance(template, str) else None
 
@@ -410,6 +414,6 @@ def _json(file: Path) -> dict[str, Any] | None:
         return None
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError("model", str(file), f"is not JSON ({error}); download the model again") from None
     return content if isinstance(content, dict) else None

@@ -80,7 +80,7 @@ class Twin:
             return cls(EagleHead.load(directory(path), directory(target)), settings, fixed=fixed)
         from transformers import AutoModelForCausalLM
 
-        model = AutoModelForCausalLM.from_pretrained(
+        model = AutoModelForCausalLM.from_pretrained(  # nosec B615  # the operator names the model, and where it comes from
             path, dtype=torch.float32, attn_implementation="sdpa", local_files_only=Path(path).exists()
         )
         return cls(model, settings, mask_token=getattr(model.config, "pard_token", None), fixed=fixed)

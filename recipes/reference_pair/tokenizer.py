@@ -36,8 +36,8 @@ def build() -> PreTrainedTokenizerFast:
     tok.add_tokens([AddedToken(t, special=False, normalized=False) for t in MARKERS])
     return PreTrainedTokenizerFast(
         tokenizer_object=tok,
-        eos_token="<|im_end|>",
-        pad_token="<|pad|>",
+        eos_token="<|im_end|>",  # noqa: S106
+        pad_token="<|pad|>",  # noqa: S106
         clean_up_tokenization_spaces=False,
         model_max_length=4096,
         chat_template=CHAT_TEMPLATE,

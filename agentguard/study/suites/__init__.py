@@ -50,7 +50,7 @@ class Suite:
 
     def problem(self, seed: int, session: int, step: int, previous: int | None) -> Gradable:
         """The problem of a step. Equal for every arm, except for what depends on the arm's own previous answer."""
-        return self.draw(random.Random(f"{self.name}/{seed}/{session}/{step}"), previous)
+        return self.draw(random.Random(f"{self.name}/{seed}/{session}/{step}"), previous)  # noqa: S311  # nosec B311  # seeds and jitter, no secret
 
 
 def _chain(rng: random.Random, previous: int | None) -> Problem:

@@ -66,7 +66,7 @@ class TaskSuite:
 
     def problem(self, seed: int, session: int, step: int, previous: int | None) -> Asked:
         order = list(range(len(self.tasks)))
-        random.Random(f"{self.name}/{seed}").shuffle(order)
+        random.Random(f"{self.name}/{seed}").shuffle(order)  # noqa: S311  # nosec B311  # seeds and jitter, no secret
         return self.tasks[order[session % len(order)]][step - 1]
 
 
