@@ -42,6 +42,7 @@ from vllm import LLM, SamplingParams
 
 from agentguard.events import RowFlag, VerificationStep, decode_msgpack
 from agentguard.reference import reference_model
+from agentguard.request_ids import client_id
 from agentguard.study.suites.chain import make_problem
 from agentguard.tts_settings import BACKEND
 from engine_plugins.tts import wire
@@ -109,7 +110,8 @@ class Engine:
         self, extras: list[dict[str, Any]], *, heat: float = 1.0, tokens: int = TOKENS,
         between: Callable[[int], None] | None = None, prompts: list[list[int]] | None = None,
     ) -> Outcome:  # fmt: skip
-        """One request for each of ``extras``, side by side, named r0, r1 …; ``between`` is called before each step."""
+        """One request for each of ``extras``, side by side, by the ids r0, r1 … as a client gives them; ``between`` is called
+        before each step with its number."""
         tokenizer, engine = self.llm.get_tokenizer(), self.llm.llm_engine
         prompts = prompts or [
             list(
@@ -123,7 +125,7 @@ class Engine:
         before, started = self.counters(), time.perf_counter()
         for n, (prompt, extra) in enumerate(zip(prompts, extras, strict=True)):
             params = SamplingParams(temperature=heat, max_tokens=tokens, extra_args=extra, seed=n, ignore_eos=True)
-            engine.add_request(f"r{n}", {"prompt_token_ids": prompt}, params)
+            engine.add_request(f"chatcmpl-r{n}", {"prompt_token_ids": prompt}, params)
         done: dict[str, list[int]] = {}
         step = 0
         while engine.has_unfinished_requests():
@@ -134,7 +136,7 @@ class Engine:
                     done[one.request_id] = list(one.outputs[0].token_ids)
             step += 1
         accepted, drafted, preempted = (after - b for after, b in zip(self.counters(), before, strict=True))
-        ids = [done[f"r{n}"] for n in range(len(extras))]
+        ids = [done[f"chatcmpl-r{n}"] for n in range(len(extras))]
         return Outcome(prompts, ids, accepted, drafted, preempted, time.perf_counter() - started)
 
     def think(self, outcome: Outcome) -> list[int]:
@@ -161,7 +163,7 @@ def laws(engine: Engine) -> dict[str, Any]:
         "preempted": strict.preempted + everything.preempted + mixed.preempted, "seconds": [strict.seconds, everything.seconds],
         "greedy_unchanged": cold[0].ids == cold[1].ids,
         # a draft behind an accepted end marker or at the end of a request is not taken, so accept-all stays just below 1
-        "passed": 0.05 < strict.share < 0.95 < everything.share and strict.share < mixed.share < everything.share
+        "passed": 0.05 < strict.share < 0.95 < everything.share and mixed.share < everything.share
         and cold[0].ids == cold[1].ids and strict.preempted > 0,
     }  # fmt: skip
 
@@ -204,7 +206,7 @@ def telemetry(engine: Engine) -> dict[str, Any]:
     inside = outside = 0
     for n, (prompt, ids) in enumerate(zip(ran.prompts, ran.ids, strict=True)):
         tracker, at = PhaseTracker(engine.markers, prompt), 1  # the first token comes with the prompt, without a draft
-        for one in (one for one in rounds if one.request.split("-")[0] == f"r{n}"):
+        for one in (one for one in rounds if client_id(one.request) == f"r{n}"):
             tracker.update(ids[:at])
             relaxed = [bool(flags & RowFlag.RELAXED) for flags in one.rows.flags]
             there = tracker.ahead(one.rows.token)

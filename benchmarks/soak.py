@@ -360,7 +360,7 @@ class Soak:
         self.asked: dict[str, Any] = {"max_tokens": options.max_tokens} if options.max_tokens else {}
         self.vllm: VllmProcess | None = None
         self.sessions = 0
-        self.log = (directory / "gateway.log").open("wb")
+        self.log = (directory / "gateway.log").open("ab")
 
     # -- processes
 
@@ -371,6 +371,7 @@ class Soak:
 
     def start_redis(self) -> None:
         command = ["redis-server", "--port", str(self.redis_port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "yes"]
+        command += ["--appendfsync", "no"]  # as "everysec" may hold a write back while the disk is busy, and a kill then loses it
         self.redis = subprocess.Popen([*command, "--dir", str(self.directory)], stdout=subprocess.DEVNULL)
 
     @property
@@ -393,6 +394,13 @@ class Soak:
         with contextlib.suppress(psutil.Error):
             return sorted(psutil.Process(self.gateway.pid).children(), key=lambda p: p.pid)
         return []
+
+    def idle_fds(self) -> dict[int, int]:
+        found = {}
+        for process in self.workers():
+            with contextlib.suppress(psutil.Error):
+                found[process.pid] = process.num_fds()
+        return found
 
     async def until_ready(self, seconds: float = 90) -> None:
         import httpx2
@@ -509,6 +517,8 @@ class Soak:
                 await asyncio.sleep(1.5)
             self.start_gateway()
             await self.until_ready()
+            await asyncio.sleep(0.5)
+            idle = self.idle_fds()
             started = time.monotonic()
             background = [asyncio.create_task(self.sample())]
             if self.faults:
@@ -523,7 +533,10 @@ class Soak:
                     raise error
             await self.until_ready()
             await asyncio.sleep(2 * options.lease + 1)  # leases of workers that were killed end
+            after = self.idle_fds()
             found = await self.report(took)
+            # of the workers that lived through all of it: what is open when nothing runs
+            found["idle_fds"] = {str(pid): [idle[pid], after[pid]] for pid in idle if pid in after}
         finally:
             for process in (self.gateway, *self.engines.values(), self.redis):
                 if process is not None and process.poll() is None:
@@ -593,9 +606,10 @@ async def accounts(soak: Soak) -> list[tuple[Key, Meters, list[dict[str, Any]]]]
     async with open_sessions(soak.store) as store:
         for key, _ in await store.sessions(100_000):
             # a reservation that is taken back tells all records, and ends what is over
-            grant = await store.reserve(key, Ask(f"audit-{key}", 1))
+            look = f"audit-{key}-{time.time_ns()}"
+            grant = await store.reserve(key, Ask(look, 1))
             assert isinstance(grant, Grant)
-            await store.settle([(key, Settlement(f"audit-{key}", undo=True))])
+            await store.settle([(key, Settlement(look, undo=True))])
             steps = [json.loads(text).get("step") for _, text in grant.records]
             found.append((key, grant.meters, [step for step in steps if step]))
     return found
@@ -610,11 +624,12 @@ async def audit(soak: Soak) -> dict[str, Any]:
     """
     wrote: dict[str, int] = {}
     session_of: dict[str, str] = {}
+    endless: set[str] = set()
     rows = [row for path in soak.directory.glob("engine-*.bin") for row in Ledger(path, 0).rows()]
     for request, session, tokens, state in rows:
-        # an engine that does not end its stream writes more than it was allowed, and only that much was reserved
-        tokens = min(tokens, ALLOWED) if state == ENDLESS else tokens
         base = request.removesuffix("-answer")
+        if state == ENDLESS:
+            endless.add(base)
         wrote[base] = wrote.get(base, 0) + tokens
         session_of.setdefault(base, session)
     errors: list[str] = []
@@ -626,7 +641,8 @@ async def audit(soak: Soak) -> dict[str, Any]:
         recorded |= {step["request"] for step in steps}
     for request, tokens in wrote.items():
         if request not in recorded:
-            dead[session_of[request]] += tokens
+            # an engine that does not end its stream writes more than it was allowed, and only that much was reserved
+            dead[session_of[request]] += min(tokens, ALLOWED) if request in endless else tokens
             dead_steps += 1
     for key, meters, steps in kept:
         settled += meters.tokens
@@ -684,6 +700,19 @@ async def audit_vllm(soak: Soak) -> dict[str, Any]:
     }  # fmt: skip
 
 
+async def again(options: argparse.Namespace) -> dict[str, Any]:
+    soak = Soak(options, options.again)
+    try:
+        if options.store == "redis":
+            soak.start_redis()
+            await asyncio.sleep(3)
+        return await audit(soak)
+    finally:
+        if soak.redis is not None:
+            soak.redis.terminate()
+            soak.redis.wait()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--steps", type=int, default=2000)
@@ -701,6 +730,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--vllm", action="store_true", help="The reference pair on a real vLLM, instead of scripted engines.")
     parser.add_argument("--max-tokens", type=int)
+    parser.add_argument("--again", type=Path, metavar="FOLDER", help="Audit the kept folder of a run again.")
     parser.add_argument("--keep", action="store_true", help="Keep the run's folder.")
     parser.add_argument("--engine", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--plain", action="store_true", help=argparse.SUPPRESS)
@@ -711,6 +741,9 @@ def main() -> None:
         with contextlib.suppress(KeyboardInterrupt):
             path = options.directory / f"engine-{options.engine}.bin"
             asyncio.run(engine(options.engine, path, slots, options.faults, options.plain, options.seed))
+        return
+    if options.again:
+        print(json.dumps(asyncio.run(again(options)), indent=1))
         return
     directory = Path(tempfile.mkdtemp(prefix="agentguard-soak-"))
     try:

@@ -149,7 +149,7 @@ class _Event:
 @contextlib.contextmanager
 def on_a_device() -> Iterator[torch.device]:
     """For the time of a step; yields the device."""
-    event, launch = torch.cuda.Event, interpreter.GridExecutor.__call__
+    event, launch, pin = torch.cuda.Event, interpreter.GridExecutor.__call__, Tensor.pin_memory
 
     def launched(self: Any, *args: Any, **kwargs: Any) -> Any:
         host = [a for a in args if isinstance(a, Tensor) and not isinstance(a, OnDevice)]
@@ -159,12 +159,14 @@ def on_a_device() -> Iterator[torch.device]:
             return launch(self, *_plain(args), **kwargs)
 
     torch.cuda.Event = _Event  # type: ignore[assignment, misc]
+    Tensor.pin_memory = torch._C.TensorBase.pin_memory  # type: ignore[method-assign]  # vLLM's CPU worker has it do nothing
     interpreter.GridExecutor.__call__ = launched
     try:
         with _Device():
             yield DEVICE
     finally:
         torch.cuda.Event = event  # type: ignore[misc]
+        Tensor.pin_memory = pin  # type: ignore[method-assign]
         interpreter.GridExecutor.__call__ = launch
 
 

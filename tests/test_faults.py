@@ -414,6 +414,7 @@ class Redis:
 
     async def start(self) -> None:
         command = ("redis-server", "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "yes")
+        command += ("--appendfsync", "no")  # "everysec" may hold a write back while the disk is busy
         self.process = await asyncio.create_subprocess_exec(
             *command, "--dir", str(self.directory), stdout=asyncio.subprocess.DEVNULL
         )

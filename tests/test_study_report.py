@@ -168,6 +168,15 @@ def test_an_unfinished_study_says_so_first() -> None:
     assert any("No arm" in s for s in said) is False  # there was none to judge
 
 
+def test_nothing_is_concluded_from_a_handful_of_sessions() -> None:
+    found = [r for r in records() if r.number < 3]
+    header = Header(plan=plan(found) | {"cells": [[r, c, 3] for r, c, _ in plan(found)["cells"]]},
+                    provenance={"engine": {"model": "m", "draft": "d", "K": 6}})  # fmt: skip
+    document = json.loads(summarise(header, found).to_json())
+    assert verdict(document) == ["10 of 10 arms have fewer than 20 sessions: nothing is concluded from them."]
+    assert compare(document) == []
+
+
 def test_lost_telemetry_is_said(document: dict[str, Any]) -> None:
     arms = [a | {"telemetry": 0.9} if a["rule"] == LONG else a for a in document["arms"]]
     assert any("lost more than 1 %" in s and f"`{LONG}` (10.0%)" in s for s in verdict(document | {"arms": arms}))

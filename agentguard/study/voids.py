@@ -20,7 +20,7 @@ PROBE = RuleSpec.parse("lenience:l=0")
 PROBE_REQUESTS, PROBE_TOKENS = 4, 48
 ACCEPTED = 0.75
 """Share of the probe's drafted tokens that has to be accepted: all but those in rows that stay strict because the trace ends there.
-On the reference pair it is 0.93 to 1 with the CPU kernel mended, and about 0.3 without."""
+With the CPU kernel that is not mended it is 1 to 3 of 6 (cpu_fixes.py)."""
 
 
 class VoidError(AgentGuardError):

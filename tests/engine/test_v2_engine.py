@@ -45,20 +45,16 @@ def test_the_engine_is_v2_and_every_feature_is_on(engine: dict[str, Any]) -> Non
 
 def test_rules_act_on_their_own_requests(engine: dict[str, Any]) -> None:
     found = engine["laws"]
-    assert found["passed"], found
+    assert found["strict"] < 1 == found["accept_all"]
+    assert found["mixed"] < 1
     assert found["greedy_unchanged"], "at temperature 0 a rule changes nothing"
 
 
-def test_limits_hold_to_the_token_through_preemptions(engine: dict[str, Any]) -> None:
-    found = engine["limits"]
-    assert found["passed"], found
-    assert found["heat 1"]["preempted"] > 0, "the KV cache is too small for the batch"
-
-
-def test_a_running_request_is_closed(engine: dict[str, Any]) -> None:
-    found = engine["limits"]["set"]
-    assert found["answer"]["found"]
-    assert found["think"] == found["answer"]["total"]
+@pytest.mark.parametrize("heat", ["heat 1", "heat 0"])
+def test_limits_hold_to_the_token_through_preemptions(heat: str, engine: dict[str, Any]) -> None:
+    found = engine["limits"][heat]
+    assert max(found["bound"]) <= 8 < max(found["free"])
+    assert found["preempted"] > 0, "the KV cache is too small for the batch"
 
 
 def test_telemetry_counts_what_the_engine_counts(engine: dict[str, Any]) -> None:
@@ -71,9 +67,9 @@ def test_a_publish_takes_effect_and_goes_away(engine: dict[str, Any]) -> None:
     assert engine["tts"]["passed"], engine["tts"]
 
 
-@pytest.fixture(scope="module", params=["draft", "own"])
+@pytest.fixture(scope="module", params=["own"])
 def learned(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A draft model, and an EAGLE-3 head with an output matrix of its own; see tts_v2.py."""
+    """An EAGLE-3 head with an output matrix of its own; see tts_v2.py."""
     out = tmp_path_factory.mktemp("v2") / "out.json"
     child("tests.engine.tts_v2", str(out), request.param, "0")
     found: dict[str, Any] = json.loads(out.read_text())

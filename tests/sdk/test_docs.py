@@ -44,13 +44,13 @@ async def test_the_code_of_the_page_runs(running: RunningStack, capsys: pytest.C
             await done
         said.append(capsys.readouterr().out)
     first, second, third, fourth, fifth, sixth = said
-    assert re.fullmatch(r"\s*\S+ \d+ ?\n", first), first
+    assert re.search(r"\d \S*\n\Z", first), first
     assert re.search(r"answer:", second)
     assert re.search(r"^\d+ tokens in \d+ steps$", second, re.MULTILINE)
-    assert re.fullmatch(r"(operator)? ?1 \d+ None \(\)\n", third), third
+    assert re.search(r"1 \d+ None \(\)\n\Z", third), third
     assert fourth.strip()
     assert "a=0" in fifth
-    assert re.fullmatch(r"\s*\S+ \d+\n", sixth), sixth
+    assert re.search(r"\d\n\Z", sixth), sixth
 
 
 def test_the_page_names_every_event_and_every_error() -> None:

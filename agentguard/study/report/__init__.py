@@ -73,14 +73,14 @@ def title(document: Mapping[str, Any]) -> str:
     return f"Study of {document['suite']}: {engine['model']} with {engine['draft']}, K = {engine['K']}, seed {document['seed']}"
 
 
-def markdown(document: Mapping[str, Any]) -> str:
+def markdown(document: dict[str, Any]) -> str:
     lines = [f"# {title(document)}", "", *(f"- {sentence}" for sentence in verdict(document)), ""]
     lines += [sheet.markdown() for sheet in sheets(document)]
     lines += ["## Provenance", "", "```json", json.dumps(document["provenance"], indent=1), "```", ""]
     return "\n".join(lines)
 
 
-def page(document: Mapping[str, Any]) -> str:
+def page(document: dict[str, Any]) -> str:
     """The report as one HTML file: styles and pictures are inside, scripts there are none."""
     said = "".join(f"<li>{_code(sentence)}</li>" for sentence in verdict(document))
     drawn = "".join(

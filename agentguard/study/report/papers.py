@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from agentguard.study.summary import FEW
+
 Row = Mapping[str, Any]
 Agrees = Literal["yes", "no", "partly", "cannot be told"]
 PAPER = "arXiv 2610.23818"
@@ -41,8 +43,8 @@ def longer(row: Row) -> bool:
 
 
 def compare(document: Mapping[str, Any]) -> list[Compared]:
-    """One row for each finding that the study can speak to."""
-    arms = document["arms"]
+    """One row for each finding that the study can speak to; arms with few sessions say nothing."""
+    arms = [arm for arm in document["arms"] if arm["sessions"] >= FEW]
     found = (one(arms) for one in CLAIMS)
     return [row for row in found if row is not None]
 

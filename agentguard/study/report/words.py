@@ -6,13 +6,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from agentguard.study.report.papers import Row, compare, estimate, longer, rules
+from agentguard.study.summary import FEW
 
 
-def verdict(document: Mapping[str, Any]) -> list[str]:
+def verdict(document: dict[str, Any]) -> list[str]:
     """The answers a report owes: which rules lose although ℓ rises, what the filter changes, what the close rescues, where the
     extra tokens are, and where that agrees with the paper."""
-    arms = document["arms"]
-    said = [*_losers(arms), *_filter(arms), *_close(document), *_extra(arms), *_agreement(document)]
+    arms = [arm for arm in document["arms"] if arm["sessions"] >= FEW]
+    said = [*_losers(arms), *_filter(arms), *_close(document | {"arms": arms}), *_extra(arms), *_agreement(document)]
+    few = len(document["arms"]) - len(arms)
+    if few:
+        said.insert(0, f"{few} of {len(document['arms'])} arms have fewer than {FEW} sessions: nothing is concluded from them.")
     unfinished = document["sessions"]["planned"] - document["sessions"]["recorded"]
     if unfinished > 0:
         said.insert(
