@@ -18,6 +18,7 @@ import hashlib
 import hmac
 import ipaddress
 import json
+import logging
 import os
 import secrets
 import time
@@ -27,14 +28,13 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
 import msgspec
-import structlog
 from starlette.responses import JSONResponse
 
 from agentguard.dirs import state_dir
 from agentguard.errors import ConfigError, nearest
 from agentguard.limits import MAX_KEY_CHARACTERS, MAX_KEYS
 
-logger = structlog.get_logger(__name__)
+logger = logging.getLogger(__name__)
 Scope: TypeAlias = Literal["use", "observe", "control"]
 SCOPES: tuple[Scope, ...] = get_args(Scope)
 ALL = frozenset(SCOPES)
@@ -220,7 +220,9 @@ class Keyring:
         try:
             await asyncio.to_thread(self._reload)
         except ConfigError as error:
-            logger.error("keys_unreadable", error=str(error), kept=len(self._kept))  # those known stay, so nobody is locked out
+            logger.error(
+                "keys_unreadable", extra={"error": str(error), "kept": len(self._kept)}
+            )  # those known stay, so nobody is locked out
 
     def _reload(self) -> None:
         self._seen = time.monotonic()
