@@ -220,9 +220,8 @@ class Keyring:
         try:
             await asyncio.to_thread(self._reload)
         except ConfigError as error:
-            logger.error(
-                "keys_unreadable", extra={"error": str(error), "kept": len(self._kept)}
-            )  # those known stay, so nobody is locked out
+            # those known stay, so nobody is locked out
+            logger.error("keys_unreadable", extra={"error": str(error), "kept": len(self._kept)})
 
     def _reload(self) -> None:
         self._seen = time.monotonic()
