@@ -148,8 +148,8 @@ async def engine(port: int, path: Path, slots: int, faults: bool, plain: bool, s
         def send(event: bytes, tokens: int) -> None:
             nonlocal count
             count += tokens
+            ledger.wrote(at, count, ENDLESS if fault == "endless" else 0)  # first: a kill may come between the two
             writer.write(b"%x\r\n%b\r\n" % (len(event), event))
-            ledger.wrote(at, count, ENDLESS if fault == "endless" else 0)
 
         for i in range(2 * most if fault == "endless" else think + says):
             if i == breaks:

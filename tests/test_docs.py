@@ -116,3 +116,19 @@ def test_the_readme_shows_the_picture_that_the_script_draws(monkeypatch: pytest.
 
     assert texts(tui_picture.picture()) == texts(tui_picture.PICTURE.read_text())
     assert "](docs/tui.svg)" in (DOCS.parent / "README.md").read_text()
+
+
+def test_the_reliability_page_states_what_the_soaks_reported() -> None:
+    text, kept = (DOCS / "reliability.md").read_text(), json.loads((DOCS / "soak.json").read_text())
+    runs = kept["scripted"]
+    assert f"{sum(run['steps'] for run in runs):,} steps of {sum(run['sessions'] for run in runs):,} sessions" in text
+    for name, key in (
+        ("empty messages", "empty_messages"),
+        ("**account errors**", "account_errors"),
+        ("tokens settled", "tokens_settled"),
+    ):
+        assert f"| {name} | {' | '.join(format(run[key], ',') for run in runs)} |" in text
+    assert all(run["chunks_per_step"] >= 60 and run["steps_exact"] > 0.95 * run["steps"] for run in runs)
+    vllm = kept["vllm"]
+    assert vllm["tokens_settled"] == vllm["tokens_engines"] == vllm["tokens_told"]
+    assert f"{vllm['steps']} steps, {vllm['tokens_settled']:,} tokens settled" in text

@@ -197,7 +197,7 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder a reader is in: ours, with the files that examples take for given."""
     for name in ("recipes", "docs", "examples", "agentguard", "benchmarks", "tests"):
         (tmp_path / name).symlink_to(ROOT / name)
-    for name in ("test.jsonl", "big.yaml", "RECIPE", "incident.jsonl"):
+    for name in ("big.yaml", "RECIPE", *re.findall(r"\b[\w-]+\.jsonl\b", " ".join(word for _, words in SHELL for word in words))):
         (tmp_path / name).write_text("")
     monkeypatch.chdir(tmp_path)
     return tmp_path

