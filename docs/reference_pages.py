@@ -81,7 +81,8 @@ seconds. No event holds text of prompts, traces or answers.
 
 def commands(group: click.Command = cli, parent: click.Context | None = None, name: str = "agentguard") -> Iterator[click.Context]:
     """A context of each command, the group itself first."""
-    context = click.Context(group, info_name=name, parent=parent, terminal_width=WIDTH, max_content_width=WIDTH)
+    own = group.context_settings if parent is None else {}  # inherited below; click keeps the help option of the first context
+    context = click.Context(group, info_name=name, parent=parent, terminal_width=WIDTH, max_content_width=WIDTH, **own)
     yield context
     if isinstance(group, click.Group):
         for inner in group.list_commands(context):

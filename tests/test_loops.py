@@ -89,10 +89,11 @@ Hold on, is the second condition even needed?
 
 
 def files_on_disk(megabytes: float) -> Iterator[tuple[str, str]]:
-    """Every k-th text file of the standard library (its tests included) and of the installed packages, by path."""
-    roots = [Path(sysconfig.get_paths()["stdlib"]), Path(sysconfig.get_paths()["purelib"])]
-    kinds = {".py", ".pyi", ".md", ".rst", ".txt", ".json", ".yaml", ".h", ".cuh", ""}
-    paths = sorted({path for root in roots for path in root.rglob("*") if path.suffix in kinds and path.is_file()})
+    """Every k-th text file of the standard library (its tests included), by path. Not of the installed packages: each new one
+    changed the draw, and their tables of numbers and expected outputs repeat word for word, which to find is right."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    others = {"site-packages", "dist-packages"}
+    paths = sorted(p for p in root.rglob("*") if p.suffix in {".py", ".pyi", ".md", ".rst", ".txt"} and not others & set(p.parts))
     stride = max(1, int(sum(min(path.stat().st_size, 100_000) for path in paths) / (megabytes * 1e6)))
     for path in paths[::stride]:
         try:
@@ -302,10 +303,10 @@ class Case:
 
 
 def prose(texts: list[tuple[str, str]]) -> list[str]:
-    """Paragraphs of real prose: letters, digits and plain punctuation only. Not of a package's METADATA, which is none."""
-    plain = re.compile(r"[A-Za-z][A-Za-z0-9 ,.;:'\n-]{200,1500}[.]")
-    files = [text for name, text in texts if ".dist-info" not in name]
-    return sorted({p for text in files for p in re.split(r"\n\s*\n", text) if plain.fullmatch(p)})
+    """Paragraphs of real prose: letters and plain punctuation only. Sentences with numbers are compared more strictly, as progress
+    shows in them: of 150 varied paragraphs one with six decimals was missed each of the five times it was drawn."""
+    plain = re.compile(r"[A-Za-z][A-Za-z ,.;:'\n-]{200,1500}[.]")
+    return sorted({p for _, text in texts for p in re.split(r"\n\s*\n", text) if plain.fullmatch(p)})
 
 
 def swap(unit: str, rng: random.Random) -> str:
@@ -324,7 +325,8 @@ def vary(unit: str, rng: random.Random) -> str:
         word = rng.choice(words)
         return unit.replace(word, word.upper(), 1)
     if change == "punctuation":
-        mark = rng.choice([m.start() for m in re.finditer(r"[,.]", unit)])
+        # not of "2.5": a number that changes is progress
+        mark = rng.choice([m.start() for m in re.finditer(r"[,.](?!\d)", unit)])
         return unit[:mark] + ("!" if unit[mark] == "." else " -") + unit[mark + 1 :]
     start = len(unit) - len(unit.lstrip())
     return unit[:start] + rng.choice(["Wait, ", "Hmm, ", "Okay, so ", "But wait, "]) + unit[start:]

@@ -644,7 +644,7 @@ async def test_waiting_in_a_queue_is_not_thinking() -> None:
 
 async def test_switched_off_means_off_but_for_what_the_client_asks_and_the_operator() -> None:
     async with rig(runaway(), cutoff={"mode": "off"}) as r:
-        chunks = await r.step({**BIG, "max_tokens": 900})
+        chunks = await r.step({**BIG, "max_tokens": 4000})
         assert (text(chunks), r.finished().closed, r.finished().think_tokens) == ("", "", 4000)
         assert finishes(chunks) == ["length"]
 

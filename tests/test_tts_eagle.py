@@ -285,16 +285,19 @@ def test_a_target_sure_of_a_token_the_head_cannot_draft_teaches_nothing_and_brea
 def test_the_drafter_is_wrapped_by_name() -> None:
     """Positions or names of another vLLM's `propose` are seen when the engine starts, not when TTS learns nonsense."""
     given: list[Any] = []
-    serving = SimpleNamespace(capturing=True, hidden=lambda runner, *found: given.append(found))
+    serving = SimpleNamespace(capturing=True, hidden=lambda spans, *found: given.append((list(spans()), *found)))
 
     def propose(count: int, target_positions: Any, target_hidden_states: Any, common_attn_metadata: Any = None) -> str:
         return "drafts"
 
-    runner = SimpleNamespace(drafter=SimpleNamespace(propose=propose))
-    states.install(runner, serving)  # type: ignore[arg-type]
-    assert runner.drafter.propose(1, "p", target_hidden_states="h", common_attn_metadata="m") == "drafts"
+    runner = SimpleNamespace(
+        drafter=SimpleNamespace(propose=propose), input_batch=SimpleNamespace(req_ids=["a", "b"]), requests={"a": "A", "b": "B"}
+    )
+    states.install_v1(runner, serving)  # type: ignore[arg-type]
+    metadata = SimpleNamespace(query_start_loc_cpu=torch.tensor([0, 3, 4]))
+    assert runner.drafter.propose(1, "p", target_hidden_states="h", common_attn_metadata=metadata) == "drafts"
     serving.capturing = False
     assert runner.drafter.propose(1, "p", "h") == "drafts"
-    assert given == [("p", "h", "m")]
+    assert given == [([("a", "A", 0, 3), ("b", "B", 3, 4)], "p", "h")]
     with pytest.raises(KeyError):
-        states.install(SimpleNamespace(drafter=SimpleNamespace(propose=lambda x: x)), serving)  # type: ignore[arg-type]
+        states.install_v1(SimpleNamespace(drafter=SimpleNamespace(propose=lambda x: x)), serving)  # type: ignore[arg-type]
