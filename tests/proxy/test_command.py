@@ -23,9 +23,10 @@ import yaml
 import agentguard
 from agentguard.dirs import cache_dir
 from agentguard.engines.vllm_process import free_port, stop
+from agentguard.errors import EngineDiedError
 from agentguard.events import StepFinished
 from tests.proxy.conftest import guarded
-from tests.scripted import END, STOP, USAGE, A, B, Script, chunk, upstream
+from tests.scripted import END, STOP, USAGE, A, B, Script, chunk, thinking, upstream
 
 pytestmark = [pytest.mark.proxy, pytest.mark.usefixtures("litellm"), pytest.mark.timeout(900)]
 ANSWERS = [chunk([A, END, B], reasoning="a", content="b"), chunk([STOP], finish="stop"), USAGE]
@@ -110,6 +111,51 @@ async def test_the_command_serves_keeps_its_secrets_and_leaves_no_process(tmp_pa
     assert process.returncode == 130, said
     assert not [pid for pid in children if await asyncio.to_thread(Path(f"/proc/{pid}").exists)]
     assert not log.parent.exists()
+
+
+async def read(stream: Any) -> None:
+    async for _ in stream:
+        pass
+
+
+async def test_a_killed_litellm_ends_its_streams_the_engine_s_work_and_the_command(tmp_path: Path) -> None:
+    """By kill -9 in the middle of a stream; the step is settled, and nothing of us stays behind."""
+    script = Script(chat=thinking(20), hold=asyncio.Event(), aborted=asyncio.Event())
+    async with guarded(script) as (guard, events, gateway):
+        port, key = free_port(), f"sk-{secrets.token_hex(32)}"
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "agentguard", "proxy", "--gateway", gateway, "--port", str(port),
+            stderr=asyncio.subprocess.PIPE, env=environment(tmp_path, AGENTGUARD_PROXY_KEY=key),
+        )  # fmt: skip
+        assert process.stderr is not None
+        said = ""
+        async with asyncio.timeout(120):
+            while "Anthropic base URL" not in said:
+                line = (await process.stderr.readline()).decode()
+                assert line, said
+                said += line
+        children = await asyncio.to_thread(group_of, process.pid)
+        client = openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=key, max_retries=0)
+        try:
+            stream = await client.chat.completions.create(**ASK, stream=True)  # type: ignore[call-overload]
+            await anext(aiter(stream))
+            for child in children:
+                os.kill(child, signal.SIGKILL)
+            with pytest.raises((openai.APIError, httpx2.TransportError)):
+                await asyncio.wait_for(read(stream), 30)
+        finally:
+            await client.close()
+        async with asyncio.timeout(60):
+            await script.aborted.wait()
+            said += (await process.stderr.read()).decode()
+            await process.wait()
+        assert process.returncode == EngineDiedError.exit_code, said
+        assert "LiteLLM ended with status -9" in said
+        assert not guard.running
+        finished = [e for e in events if isinstance(e, StepFinished)]
+        assert len(finished) == 1
+        assert finished[0].error
+    assert not (tmp_path / ".local" / "state" / "agentguard" / f"proxy-{port}.json").exists()
 
 
 SDK = """
