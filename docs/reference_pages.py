@@ -81,7 +81,8 @@ seconds. No event holds text of prompts, traces or answers.
 
 def commands(group: click.Command = cli, parent: click.Context | None = None, name: str = "agentguard") -> Iterator[click.Context]:
     """A context of each command, the group itself first."""
-    own = group.context_settings if parent is None else {}  # inherited below; click keeps the help option of the first context
+    own = group.context_settings if parent is None else {}
+    group._help_option = None  # click keeps that of the first context it was asked in, which a test may have made without a parent
     context = click.Context(group, info_name=name, parent=parent, terminal_width=WIDTH, max_content_width=WIDTH, **own)
     yield context
     if isinstance(group, click.Group):

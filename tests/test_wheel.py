@@ -237,7 +237,11 @@ def test_the_engines_environment_loads_the_plugin_from_the_wheel(engine: Environ
 
 @pytest.mark.engine
 def test_the_engines_environment_generates_with_the_plugin(engine: Environment) -> None:
-    checks = {check["check"]: check for check in json.loads(engine.run("agentguard", "doctor", "--generate", "--json"))}
+    said = engine.run("agentguard", "doctor", "--generate", "--json", status=1)
+    checks = {check["check"]: check for check in json.loads(said)}
+    # the one thing it finds is how this test lends the environment vLLM
+    assert [name for name, check in checks.items() if not check["ok"]] == ["start-up files"]
+    assert "beside.pth" in checks["start-up files"]["detail"]
     assert checks["plugin on runner V1"]["ok"]
     assert checks["one-token generation"]["ok"]
     assert inside(engine, checks["reference pair: target"]["detail"])

@@ -8,7 +8,7 @@ import sys
 import agentguard
 from agentguard import AnswerDelta, StepStarted, StepSummary, ThinkDelta, TraceClosed
 
-QUESTION = "a=47;b=a+8;c=b-3;d=c+9;e=d-2;f=e+1;g=f+7;h=g-6;?h"
+QUESTION = "a=47;b=a+8;c=b-3;d=c+9;e=d-2;f=e+1;g=f+7;h=g-6;i=h+5;j=i-4;k=j+3;l=k-7;m=l+6;n=m-2;?n"
 ENOUGH = 40
 """Think tokens after which this program closes the trace, long before the guard would."""
 

@@ -51,13 +51,15 @@ async def test_the_agent_loop(running: RunningStack) -> None:
 @pytest.mark.engine
 @session_loop
 async def test_live_budget(running: RunningStack) -> None:
-    out = await run("live_budget.py", running.stack.url)
-    assert "step 1 under strict: 600 tokens, " in out
+    for _ in range(3):  # on a machine that is busy elsewhere the trace may be over before the close arrives
+        out = await run("live_budget.py", running.stack.url)
+        if "this is enough" in out:
+            break
+    assert re.search(r"step [1-3] under strict: 600 tokens, ", out)
     thought = [int(n) for n in re.findall(r"thought +(\d+)", out)]
     assert thought == sorted(thought)
-    # the trace may end by itself a moment before it is closed
-    assert "by the engine: this is enough" in out or thought[-1] < 60
-    assert re.search(r"the session has used \d+ tokens in 1 step\(s\)", out)
+    assert re.search(r"closed at \d+ tokens by the (engine|tokens): this is enough", out)
+    assert re.search(r"the session has used \d+ tokens in [1-3] step\(s\)", out)
 
 
 @pytest.mark.engine
