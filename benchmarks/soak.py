@@ -358,6 +358,8 @@ class Soak:
         self.injected: Counter[str] = Counter()
         self.samples: dict[int, list[tuple[int, float, int]]] = {}
         self.asked: dict[str, Any] = {"max_tokens": options.max_tokens} if options.max_tokens else {}
+        if options.vllm:  # a problem as the pair was trained on; to a text it knows nothing of it answers in 58 tokens
+            self.asked["messages"] = [{"role": "user", "content": "a=47;b=a+8;c=b-3;d=c+9;e=d-2;?e"}]
         self.vllm: VllmProcess | None = None
         self.sessions = 0
         self.log = (directory / "gateway.log").open("ab")
