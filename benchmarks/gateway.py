@@ -145,7 +145,8 @@ async def one(port: int, key: str, asked: dict[str, Any], times: list[float] | N
     body = {"model": "bench", "messages": [{"role": "user", "content": json.dumps(asked)}], "stream": True, "max_tokens": 100_000}
     text = json.dumps(body).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 20)
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\nauthorization: Bearer {key}\r\n"
+    head = "POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
+    head += f"authorization: Bearer {key}\r\n"
     head += f"x-session-id: bench-{secrets.token_hex(4)}\r\ncontent-length: {len(text)}\r\nconnection: close\r\n\r\n"
     writer.write(head.encode() + text)
     seen, rest, status = 0, b"", b""
