@@ -299,8 +299,9 @@ class Guard:
                 prompt_tokens=length, family=self.family, ids=self._ids, usual_answer=session.usual_answer,
                 on_close=partial(self._closed, reply, str(identity), number, request_id),
             )  # fmt: skip
-            self.books.follow(account, _key(identity), lambda: step.tally.total)
-            step.notes += [Note.BUDGET_MOVED] * moved + [Note.IDENTICAL_RETRY] * bool(retries)
+            read = step.reading
+            self.books.follow(account, _key(identity), lambda: read.tally.total)
+            read.notes += [Note.BUDGET_MOVED] * moved + [Note.IDENTICAL_RETRY] * bool(retries)
             if moved:
                 told = {"session": str(identity), "request": request_id, "budget": budget}
                 logger.warning("budget_alias", extra=told | {"remedy": "send it as thinking_token_budget"})
@@ -317,8 +318,8 @@ class Guard:
             try:
                 async with aclosing(step.run()) as chunks:
                     async for chunk in chunks:
-                        reply.closed, reply.notes = step.closed or "", step.notes
-                        reply.think, reply.answer = step.tally.think, step.tally.answer
+                        reply.closed, reply.notes = step.closed or "", read.notes
+                        reply.think, reply.answer = read.tally.think, read.tally.answer
                         reply.think_cap = step.controller.cap.think_cap
                         yield chunk
                 error, self.died = "", None
@@ -342,15 +343,15 @@ class Guard:
                 raise
             finally:
                 del self.running[request_id], self.begun[request_id]
-                tally = step.tally
+                tally = read.tally
                 event = StepFinished(
                     t=time.time(), session=str(identity), step=number, request=request_id, model=self.info.model,
-                    rule=assigned.rule, prompt_tokens=step.prompt_tokens, tokens=tally.total, think_tokens=tally.think,
-                    answer_tokens=tally.answer, marker_tokens=tally.markers, rounds=step.rounds, drafted=step.drafted,
-                    accepted=step.accepted, closed=step.closed or "", continued=step.continued,
-                    empty_answer=step.empty and not error, finish_reason=step.finish_reason, estimated=step.estimated,
+                    rule=assigned.rule, prompt_tokens=read.prompt_tokens, tokens=tally.total, think_tokens=tally.think,
+                    answer_tokens=tally.answer, marker_tokens=tally.markers, rounds=read.rounds, drafted=read.drafted,
+                    accepted=read.accepted, closed=step.closed or "", continued=step.continued,
+                    empty_answer=read.empty and not error, finish_reason=read.finish_reason, estimated=read.estimated,
                     ttlt_s=time.perf_counter() - started, error=error, arm=assigned.arm, workload=assigned.workload,
-                    notes=list(step.notes), reported_think=step.reported_think, agent=identity.agent,
+                    notes=list(read.notes), reported_think=read.reported_think, agent=identity.agent,
                 )  # fmt: skip
                 session.add(event, fingerprint, side=side, agent=identity.agent)
                 self._publish(event, reply)

@@ -151,7 +151,7 @@ def create_app(
         if not guard.policy.content:
             return JSONResponse(_refusal(403, "content", "this gateway gives no content; set 'content: true' in its recipe"), 403)
         latest = list(guard.running.items())[-TAILS:]
-        return JSONResponse({"tails": {request: step.tail(TAIL_CHARACTERS) for request, (_, step) in latest}})
+        return JSONResponse({"tails": {request: step.reading.tail(TAIL_CHARACTERS) for request, (_, step) in latest}})
 
     def acted(action: OperatorAction, target: str, detail: str) -> None:
         guard.hub.publish(OperatorActed(t=time.time(), action=action, target=target, detail=detail))

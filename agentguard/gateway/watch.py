@@ -140,7 +140,7 @@ class Watch:
     def _running(self) -> StepsRunning:
         steps = []
         for request, (_, step) in self.guard.running.items():
-            begun, tally = self.guard.begun[request], step.tally
+            begun, tally = self.guard.begun[request], step.reading.tally
             steps.append(
                 RunningStep(
                     session=begun.session, step=begun.step, request=request, think_tokens=tally.think, answer_tokens=tally.answer,

@@ -185,7 +185,7 @@ async def test_an_operator_s_close_takes_effect_within_a_round(running: RunningS
     tasks = [asyncio.create_task(ask(stack.url, seed=i, **body)) for i in range(8)]
     while len(stack.guard.running) < 8 or min(s.tally.think for _, s in stack.guard.running.values()) < 10:
         await asyncio.sleep(0.01)
-    told = {rid: step.tally.think for rid, (_, step) in stack.guard.running.items()}
+    told = {rid: step.reading.tally.think for rid, (_, step) in stack.guard.running.items()}
     for rid in told:
         assert stack.guard.close(request=rid, why="test") == 1
     replies = await asyncio.gather(*tasks)
