@@ -1,7 +1,7 @@
 """Model Runner V2 on a CPU: its own verification draws from the exact laws on our rows, its own budget closes a trace on time.
 
-One child process runs it all (`v2_scenarios.py`); AG_DRAWS sets how many draws a rule gets. With 5,000 a run takes about a quarter
-of an hour on two cores, docs/log.md has its result.
+One child process runs it all (`v2_scenarios.py`); AG_DRAWS sets how many draws a rule gets. With 5,000 a run takes eight minutes
+on an idle core, docs/log.md has its result.
 """
 
 from __future__ import annotations
