@@ -310,7 +310,7 @@ async def test_what_has_no_time_left_is_told_so_and_accounted(stream: bool) -> N
     script = Script(chat=THINKS_AND_ANSWERS[:2], hold=asyncio.Event())
     async with ending(script, 0.2) as (r, inner), httpx2.AsyncClient(base_url=r.url) as client, asyncio.timeout(15):
         asked = asyncio.create_task(client.post("/v1/chat/completions", json=ASK | {"stream": stream}))
-        while not r.guard.running or not next(iter(r.guard.running.values()))[1].tally.total:
+        while not r.guard.running or not next(iter(r.guard.running.values()))[1].reading.tally.total:
             await asyncio.sleep(0.01)
         await inner.aclose()
         reply = await asked

@@ -369,7 +369,7 @@ async def test_what_is_watched_can_be_recorded_and_played_again(tmp_path: Path) 
     assert isinstance(events[0], FromSource)
     assert (events[0].source, events[0].kind) == (r.url, "gateway")
     async with open_monitor(Options(replay=path)) as again:
-        await asyncio.to_thread(again.seek, 1e12)
+        await again.seek_to(1e12)
         played = again.snapshot()
     same = ("key", "id", "steps", "tokens", "think_tokens_total", "arm", "closes", "bars")
     assert [[getattr(row, name) for name in same] for row in played.sessions] == [
@@ -447,7 +447,7 @@ async def test_a_plain_server_is_recorded_and_played_again(tmp_path: Path) -> No
         await monitor.stop_recording()
         shown = monitor.snapshot()
     async with open_monitor(Options(replay=path)) as again:
-        await asyncio.to_thread(again.seek, 1e12)
+        await again.seek_to(1e12)
         played = again.snapshot()
     same = ("key", "name", "running", "kv_use", "window_s", "tokens_out_per_s", "state")
     assert [[getattr(row, name) for name in same] for row in played.engines] == [

@@ -61,14 +61,11 @@ class LiveMonitor:
         for source in self._sources.values():
             source.interval_s = seconds
 
-    def seek(self, t: float) -> None:
+    async def seek_to(self, t: float) -> None:
         """Nothing: the present cannot be moved."""
 
-    async def seek_to(self, t: float) -> None:
-        """Nothing, as with `seek`."""
-
     def set_speed(self, speed: float) -> None:
-        """Nothing, as with `seek`."""
+        """Nothing, as with `seek_to`."""
 
     def set_paused(self, paused: bool) -> None:
         """Nothing: a screen that is paused just asks for no snapshot."""
@@ -135,19 +132,13 @@ class PlayedMonitor:
     def set_interval(self, seconds: float) -> None:
         """Nothing: what is played has its own times."""
 
-    def seek(self, t: float) -> None:
-        if self._moving is None:
-            self.player.seek(t)
-        else:
-            self.player.target_t, self.player.hurry = self.player.within(t), True
-
     async def seek_to(self, t: float) -> None:
         if self._moving is None:
             self._held = self.snapshot()
             self.player.target_t = self.player.within(t)
             self._moving = asyncio.create_task(self._move(), name="seek")
         else:
-            self.seek(t)
+            self.player.target_t, self.player.hurry = self.player.within(t), True
         await asyncio.shield(self._moving)
 
     async def _move(self) -> None:

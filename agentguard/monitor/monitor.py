@@ -28,13 +28,9 @@ class Monitor(Protocol):
     def set_interval(self, seconds: float) -> None: ...
 
     # replay and demo; no-ops on live sources
-    def seek(self, t: float) -> None:
-        """At once, on the caller's thread; it may take seconds."""
-        ...
-
     async def seek_to(self, t: float) -> None:
-        """`seek` in a thread, for a screen. Until it is there, snapshots are the last one, with the asked time as ``at_t`` of their
-        playback; another call takes over, and then both return when the latest time is reached."""
+        """Go to a time, in a thread, as it may take seconds. Until it is there, snapshots are the last one, with the asked time as
+        ``at_t`` of their playback; another call takes over, and then both return when the latest time is reached."""
         ...
 
     def set_speed(self, speed: float) -> None: ...

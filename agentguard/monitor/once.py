@@ -18,7 +18,7 @@ async def look(options: Options) -> Snapshot:
     """The state after two samples; of a recording that ends, the state at its end. Raises ConfigError."""
     async with open_monitor(options) as monitor:
         if isinstance(monitor, PlayedMonitor) and options.replay is not None:
-            monitor.seek(monitor.player.script.end_t)
+            await monitor.seek_to(monitor.player.script.end_t)
             return monitor.snapshot()
         return await monitor.wait(SAMPLES)
 

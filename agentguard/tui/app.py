@@ -115,10 +115,6 @@ class MonitorApp(App[int]):
         self._broken = ""
         self._engine: str | None = None
         self._wake = asyncio.Event()
-        self._played = asyncio.Lock()
-        """Held while a thread plays a recording anew: nothing else may touch the monitor meanwhile."""
-        self._seek_to: float | None = None
-        """Where a replay is to go; keys pressed in a row count from there."""
         self._told: dict[str, float] = {}
         self._able: tuple[object, ...] = ()
         self._palette: tuple[str, dict[str, Style]] = ("", {})
@@ -170,16 +166,12 @@ class MonitorApp(App[int]):
             self.monitor = monitor
             try:
                 while True:
-                    async with self._played:
-                        snapshot = monitor.snapshot()
-                    self.post_message(Snapshotted(snapshot))
+                    self.post_message(Snapshotted(monitor.snapshot()))
                     self._wake.clear()
                     with contextlib.suppress(TimeoutError):
                         await asyncio.wait_for(self._wake.wait(), self.interval_s)
             finally:
                 self.monitor = None
-                async with self._played:  # a seek that still runs in its thread uses what the monitor closes
-                    pass
 
     @on(Worker.StateChanged)
     def _worker_changed(self, event: Worker.StateChanged) -> None:
@@ -364,30 +356,14 @@ class MonitorApp(App[int]):
             self._engine = keys[(at + by) % len(keys)]
             self.redraw()
 
-    def action_seek(self, by: float) -> None:
-        playback = self._shown.playback
-        if playback is None:
-            return
-        begun = self._seek_to is not None
-        start = playback.at_t if self._seek_to is None else self._seek_to
-        self._seek_to = max(playback.start_t, min(playback.end_t, start + by))
-        if not begun:
-            self._seek()
-
     @work(group="play", exit_on_error=False)
-    async def _seek(self) -> None:
-        """Go where the keys ask for. Backwards a replay is read anew from its beginning, which takes the longer the larger the file
-        is; so it is done in a thread, and once for all keys that are pressed meanwhile."""
-        at = None
-        try:
-            async with self._played:
-                while self.monitor is not None and at != self._seek_to and self._seek_to is not None:
-                    at = self._seek_to
-                    await finished(asyncio.to_thread(self.monitor.seek, at))
-                if self.monitor is not None:
-                    self.apply(self.monitor.snapshot())
-        finally:
-            self._seek_to = None
+    async def action_seek(self, by: float) -> None:
+        """From where the latest key has sent the replay, which need not be there yet."""
+        playback = self.monitor.snapshot().playback if self.monitor is not None else None
+        if self.monitor is None or playback is None:
+            return
+        await self.monitor.seek_to(playback.at_t + by)
+        self.action_refresh()
 
     def action_speed(self, by: int) -> None:
         playback = self._shown.playback
@@ -396,14 +372,11 @@ class MonitorApp(App[int]):
             speed = SPEEDS[max(0, min(len(SPEEDS) - 1, at + by))]
             self._play(lambda monitor: monitor.set_speed(speed))
 
-    @work(group="play", exit_on_error=False)
-    async def _play(self, do: Callable[[actions.Operated], None]) -> None:
-        """Change how a replay goes on, once it stands where it is to."""
-        async with self._played:
-            if self.monitor is None:
-                return
+    def _play(self, do: Callable[[actions.Operated], None]) -> None:
+        """Change how a replay goes on."""
+        if self.monitor is not None:
             do(self.monitor)
-        self.action_refresh()
+            self.action_refresh()
 
     @work(group="record", exclusive=True, exit_on_error=False)
     async def action_record(self) -> None:
@@ -467,8 +440,6 @@ class MonitorApp(App[int]):
     @work(group="act", exit_on_error=False)
     async def act(self, do: Callable[[actions.Operated], Coroutine[Any, Any, str]]) -> None:
         """Do what was confirmed and tell how it went; a worker of its own, so that the next dialog does not end it."""
-        async with self._played:
-            pass  # from here to the first wait nothing else runs, and what is played acts without any; a gateway may take its time
         if self.monitor is None:
             self.tell("the monitor has stopped; r starts it again", "error", again=True)
             return
@@ -547,16 +518,6 @@ class MonitorApp(App[int]):
         for command in super().get_system_commands(screen):
             if command.title not in ("Keys", "Screenshot"):  # Help and Export are ours
                 yield command
-
-
-async def finished(work: Coroutine[Any, Any, None]) -> None:
-    """Wait for work in a thread to its end, also when cancelled: a thread cannot be stopped, and must not be left at work."""
-    task = asyncio.ensure_future(work)
-    try:
-        await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait((task,))
-        raise
 
 
 class _AsciiBars(ScrollBarRender):

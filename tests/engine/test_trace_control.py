@@ -183,7 +183,7 @@ async def test_an_operator_s_close_takes_effect_within_a_round(running: RunningS
     mark = len(running.events)
     body = {"messages": [{"role": "user", "content": LONG}], "temperature": 1.0, "max_tokens": 2000, **ENDLESS}
     tasks = [asyncio.create_task(ask(stack.url, seed=i, **body)) for i in range(8)]
-    while len(stack.guard.running) < 8 or min(s.tally.think for _, s in stack.guard.running.values()) < 10:
+    while len(stack.guard.running) < 8 or min(s.reading.tally.think for _, s in stack.guard.running.values()) < 10:
         await asyncio.sleep(0.01)
     told = {rid: step.reading.tally.think for rid, (_, step) in stack.guard.running.items()}
     for rid in told:

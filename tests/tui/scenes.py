@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -358,9 +357,7 @@ class SceneMonitor:
         self.calls: list[tuple[Any, ...]] = []
         self.refuse: AgentGuardError | None = None
         self.fail: Exception | None = None
-        self.threads: list[int] = []
-        """In which thread each seek ran."""
-        self.held: threading.Event | None = None
+        self.held: asyncio.Event | None = None
         """Every seek waits for it."""
         self.slow: asyncio.Event | None = None
         """Every action waits for it."""
@@ -372,7 +369,6 @@ class SceneMonitor:
         yield self
 
     def snapshot(self) -> Snapshot:
-        self.calls += [("snapshot during a seek",)] if self.held is not None and not self.held.is_set() and self.threads else []
         if self.fail is not None:
             raise self.fail
         return self.scene
@@ -395,12 +391,14 @@ class SceneMonitor:
         assert self.scene.playback is not None
         self.scene = dataclasses.replace(self.scene, playback=dataclasses.replace(self.scene.playback, **changes))
 
-    def seek(self, t: float) -> None:
+    async def seek_to(self, t: float) -> None:
+        playback = self.scene.playback
+        assert playback is not None
+        t = min(playback.end_t, max(playback.start_t, t))
         self.calls.append(("seek", t))
-        self.threads.append(threading.get_ident())
-        if self.held is not None:
-            self.held.wait(60)
         self._playback(at_t=t)
+        if self.held is not None:
+            await self.held.wait()
 
     def set_speed(self, speed: float) -> None:
         self.calls.append(("speed", speed))
