@@ -116,6 +116,8 @@ def test_vllm_s_own_sampler_runs_behind_the_proxy_whole_and_in_chunks(happened: 
     assert found["whole kept"]
     assert found["chunks kept"], "the model's own logits are not written to"
     assert found["steps"] == 2, "the proxy hands attributes through"
+    assert found["switched"], "also those that are set, as vLLM's warm-up switches adaptive verification off for its fixed drafts"
+    assert found["deleted"]
     assert found["frames"] == [["r2", "r1", "r0", "r3"], ["r2"], ["r1"], ["r0"], ["r3"]]
 
 

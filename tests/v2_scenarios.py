@@ -185,7 +185,7 @@ def own_sampler() -> dict[str, Any]:
         return_sampling_mask=False, use_fp64_gumbel=False, apply_sampling_params=lambda logits, *_: logits.float().clone(),
     )  # fmt: skip
     config = SimpleNamespace(
-        num_speculative_tokens=K, enable_adaptive_verification=False, rejection_sample_method="standard", fly_entropy_threshold=0.3,
+        num_speculative_tokens=K, enable_adaptive_verification=True, rejection_sample_method="standard", fly_entropy_threshold=0.3,
         fly_entropy_top_k=3,
     )  # fmt: skip
     real = v2.rejection_sampler.RejectionSampler(sampler, config, device)
@@ -206,10 +206,14 @@ def own_sampler() -> dict[str, Any]:
         logits = p.log().repeat(rows, 1)
         engine.draft[:] = q.log()
         proxy = v2.seam_v2.SamplerProxy(real, engine.seam)
+        proxy.enable_adaptive_verification = False  # vLLM's warm-up, without which chunks end in an assertion
         found = proxy(logits, batch, engine.draft, None)
         out[name] = [row[:k] for row, k in zip(found.sampled_token_ids.tolist(), found.num_sampled.tolist(), strict=True)]
         out[f"{name} kept"] = bool(torch.equal(logits, p.log().repeat(rows, 1)))
     out["steps"] = proxy.num_speculative_steps
+    out["switched"] = real.enable_adaptive_verification is False
+    del proxy.enable_adaptive_verification
+    out["deleted"] = not hasattr(real, "enable_adaptive_verification")
     out["drafts"] = drafts.tolist()
     out["frames"] = [[request.request for request in frame] for frame in tap.frames]
     return out

@@ -176,7 +176,10 @@ def _listed(stats: Tensor, column: int) -> list[Any]:
 
 
 class SamplerProxy:
-    """In place of the runner's rejection sampler: tells the seam which batch is verified, and is otherwise the sampler."""
+    """In place of the runner's rejection sampler: tells the seam which batch is verified, and is otherwise the sampler: what is set on
+    it is set there, as vLLM's warm-up does with `enable_adaptive_verification`."""
+
+    _OWN = frozenset({"stock", "_seam", "_signature"})
 
     def __init__(self, stock: Any, seam: SeamV2) -> None:
         self.stock, self._seam = stock, seam
@@ -191,6 +194,15 @@ class SamplerProxy:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stock, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self._OWN:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.stock, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self.stock, name)
 
 
 def install(
