@@ -122,6 +122,52 @@ def test_every_rule_s_pair_is_its_twin_s(v: int) -> None:
     assert v > 320 or {0, words.INSIDE, words.OUTSIDE} == set(verdicts.tolist())
 
 
+IN_TORCH = ("mentored:0.2", "cactus-exact:0.25", "top-k:3")
+
+
+def residual_of(target: torch.Tensor, draft: torch.Tensor) -> torch.Tensor:
+    """[rows, V] what vLLM draws from after a rejection, up to a factor: its `_resample_kernel` in float32, step by step."""
+
+    def log_probabilities(logits: torch.Tensor) -> torch.Tensor:
+        top = logits.amax(-1, keepdim=True)
+        return logits - (top + (logits - top).exp().sum(-1, keepdim=True).log())
+
+    log_p, log_q = log_probabilities(target), log_probabilities(draft)
+    ratio = (log_q - log_p).exp()
+    return torch.where(ratio < 1, log_p + torch.log1p(-ratio), -torch.inf).exp()
+
+
+def test_a_forbidden_token_has_no_probability_under_any_rule() -> None:
+    """Not even by rounding: where p' = q' in the reals, float32 leaves a difference, and vLLM would draw from it. The draft is sure of
+    a token that a grammar forbids, the drafted token is another one."""
+    names = [n for n in texts("", "p_min=0.1,top_k=3") for _ in range(3)]
+    names += [f"{n}{extra}" for n in IN_TORCH for extra in ("", ",p_min=0.1,top_k=3") for _ in range(3)]
+    names += ["interp:0.9999999"] * 3
+    n, v, allowed = len(names), 512, 100
+    generator = torch.Generator().manual_seed(1)
+    target, draft = (torch.randn(n, v, generator=generator) * 2 for _ in range(2))
+    target[:, allowed:] = -torch.inf
+    draft[:, allowed + 9] += 13.0
+    x = torch.randint(0, allowed, (n,), generator=generator)
+    specs = [RuleSpec.parse(name) for name in names]
+    numbers = table_of([table.numbers(s) for s in specs])
+    batch = Batch.of(target.clone(), x, draft.unsqueeze(1).clone())
+    stats, verdict = launch.statistics(batch, numbers)
+    launch.rewrite(batch, numbers, stats, verdict, sums=True)
+    judged = [rules.get(s) for s in specs]
+    twin.rewrite(batch, verdict, judged, only=frozenset(s.name for s in specs if s.name not in table.CODES))
+    assert {words.INSIDE, words.OUTSIDE} <= set(verdict.tolist())
+    assert batch.draft is not None
+    drawn = residual_of(batch.target, batch.draft.squeeze(1))
+    for row, name in enumerate(names):
+        assert batch.target[row, allowed:].max() == -torch.inf, name
+        assert drawn[row, allowed:].max() == 0, name
+        # runner V1: its verification draws from max(p' - q', 0), without a logarithm
+        logits, q = target[row : row + 1].clone(), draft[row : row + 1].softmax(-1)
+        judged[row].rewrite(logits, q, x[row : row + 1])
+        assert (logits.softmax(-1) - q).clamp_min(0)[:, allowed:].max() == 0, name
+
+
 def test_ragged_rows_temperatures_slots_and_a_shorter_draft() -> None:
     """Rows of a wider matrix, two steps a slot, a draft vocabulary 24 tokens short, and temperatures of their own."""
     v, n = 344, 16

@@ -10,6 +10,9 @@ The pairs written are those of the rules on an engine that normalises both rows 
 * Cactus: its target logit alone changes, and softmax scales the others;
 * q' = e_x: the draft logit of x is raised until q'(x) = 1, exact in any precision of the draft's logits;
 * a rule with a residual of its own (lenience, interpolation, token cascades): the target row is written in whole.
+
+A token the target forbids (-inf) has p' = 0 in every pair, to the bit: where p' and q' are equal in the reals, their rounded difference
+may be positive, and vLLM would draw from it.
 """
 
 from __future__ import annotations
@@ -198,14 +201,15 @@ def decide_kernel(
 def _needs_sums(code, verdict, px, qx, k0):
     """Does this row's decision need the sums of the second pass?"""
     lenient = (code == _LENIENCE) & (verdict == 1) & (px < k0 * qx)
+    mixed = (code == _INTERP) & (verdict == 1) & (px < qx) & (k0 < 1.0)
     trusting = (code >= _FUZZY) & (code != _CHOW) & (code != _DIFF) & (code != _OTHER)
     removed = (verdict == 2) & ((code == _CHOW) | (code == _DIFF) | (code == _INTERP))
-    return lenient | (code == _TYPICAL) | trusting | removed
+    return lenient | mixed | (code == _TYPICAL) | trusting | removed
 
 
 @triton.jit
 def _in_set(code, p, q, p_max, alpha):
-    """A of the token cascades, one comparison for all three as ``code`` is known at run time alone."""
+    """A of the token cascades, one comparison for all three as ``code`` is known at run time alone; of tokens that are allowed."""
     value = tl.where(code == _TOK_V1, q, p)
     least = tl.where(code > _TOK_V2, (1.0 - alpha) * p_max, p_max - alpha)
     # alpha < 0 trusts nothing under V2 and V3, also where 1 - alpha rounds to 1
@@ -246,13 +250,13 @@ def sums_kernel(
                 q = tl.exp((draft - tl.load(stats + 8)) - tl.load(stats + 9))
                 free = (at != tl.load(x_ptr + row)) & (logits > _NEGATIVE)
                 if code >= _TOK_V1:
-                    trusted = _in_set(code, p, q, tl.exp(0.0 - log_z), k0) & inside
+                    trusted = _in_set(code, p, q, tl.exp(0.0 - log_z), k0) & (logits > _NEGATIVE)
                     main = tl.sum(tl.where(trusted, q, 0.0), axis=0)
                     left = tl.sum(tl.where(trusted & free, q, 0.0), axis=0)
                     count = tl.sum(trusted.to(tl.int32), axis=0).to(tl.float32)
                 else:
                     left = tl.sum(tl.where(free, q, 0.0), axis=0)
-                    if (code == _LENIENCE) | (code == _OPT):
+                    if (code == _LENIENCE) | (code == _OPT) | (code == _INTERP):
                         main = tl.sum(tl.maximum(p - q, 0.0), axis=0)
                     elif (code == _FUZZY) | (code == _R_FUZZY):
                         m = (p + q) * 0.5
@@ -302,7 +306,7 @@ def write_kernel(
                 count = tl.sum(tl.load(part + 2, mask=lane < blocks, other=0.0), axis=0)
 
         # what is done: certain accepts x; lx is its new logit; best makes the argmax the whole row; one_hot sets q' = e_x; whole: 1
-        # lenience, 2 the draft without x, 3 the mixture, 4 the token cascade
+        # x with its acceptance beside the stock residual, 2 the draft without x, 3 the mixture without x, 4 the token cascade
         certain = False
         change = False
         lx = _NEGATIVE
@@ -326,7 +330,7 @@ def write_kernel(
         elif code == _INTERP:
             if px < qx:
                 certain = k0 >= 1.0
-                whole = tl.where(k0 >= 1.0, 0, 3)
+                whole = tl.where(k0 >= 1.0, 0, 1)
         elif code == _TYPICAL:
             threshold = tl.minimum(k1 * tl.exp(main), k0)
             certain = (px > threshold) | (argmax == x)
@@ -386,13 +390,13 @@ def write_kernel(
             q = tl.exp((draft - d_top) - d_log_z)
             new = q
             if whole == 1:
-                a = px / (k0 * qx)
+                a = tl.where(code == _INTERP, k0 + (1.0 - k0) * (px / qx), px / (k0 * qx))
                 rest = tl.where(main > 0, tl.maximum(p - q, 0.0) / tl.where(main > 0, main, 1.0), p)
                 new = tl.where(at == x, a, (1.0 - a) * rest)
             elif whole == 3:
                 new = k0 * q + (1.0 - k0) * p
             elif whole == 4:
-                trusted = _in_set(code, p, q, tl.exp(0.0 - log_z), k0)
+                trusted = _in_set(code, p, q, tl.exp(0.0 - log_z), k0) & (logits > _NEGATIVE)
                 new = tl.where(trusted, q, 0.0) + tl.maximum(1.0 - main, 0.0) * p
             if verdict == 2:
                 new = tl.where((logits > _NEGATIVE) & (at != x), new, 0.0)
