@@ -138,8 +138,8 @@ def residual_of(target: torch.Tensor, draft: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_forbidden_token_has_no_probability_under_any_rule() -> None:
-    """Not even by rounding: where p' = q' in the reals, float32 leaves a difference, and vLLM would draw from it. The draft is sure of
-    a token that a grammar forbids, the drafted token is another one."""
+    """Not even by rounding: where p' = q' in the reals, float32 leaves a difference, and vLLM would draw from it. The draft is sure
+    of a token that a grammar forbids, the drafted token is another one."""
     names = [n for n in texts("", "p_min=0.1,top_k=3") for _ in range(3)]
     names += [f"{n}{extra}" for n in IN_TORCH for extra in ("", ",p_min=0.1,top_k=3") for _ in range(3)]
     names += ["interp:0.9999999"] * 3

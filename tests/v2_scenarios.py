@@ -18,6 +18,8 @@ from tests import v2_on_cpu as v2  # before vLLM
 
 import torch  # isort: skip
 import zmq  # isort: skip
+from triton._C.libtriton import native_specialize_impl  # isort: skip
+from triton.backends.nvidia.compiler import CUDABackend  # isort: skip
 from vllm.sampling_params import SamplingParams  # isort: skip
 from vllm.v1.worker.gpu.input_batch import post_update  # isort: skip
 from vllm.v1.worker.gpu.sample.sampler import Sampler  # isort: skip
@@ -454,19 +456,28 @@ def broken_rows() -> dict[str, Any]:
 
 
 def warmed_up() -> dict[str, Any]:
-    """What our kernels are launched with in steps of every kind (argument types and compile-time constants decide what is
-    compiled), against what warming up has launched. bare: what was compiled while a request waited."""
+    """What our kernels are launched with in steps of every kind, as Triton tells compiled kernels apart (types, compile-time
+    constants, and of a pointer whether it is a multiple of 16 bytes), against what warming up has launched. Every index is a slice
+    of an odd offset, as in a chunk of requests. bare: what was compiled while a request waited."""
     launched: set[tuple[Any, ...]] = set()
     run = v2.interpreter.InterpretedFunction.run
 
     def recorded(self: Any, *args: Any, grid: Any, warmup: Any, **constants: Any) -> Any:
         if self.fn.__module__.startswith("engine_plugins"):
-            kinds = tuple(str(a.dtype) if isinstance(a, torch.Tensor) else type(a).__name__ for a in args)
+            anywhere = self.kwargs.get("do_not_specialize_on_alignment") or ()
+            kinds = tuple(
+                native_specialize_impl(CUDABackend, a, False, True, name not in anywhere)
+                for name, a in zip(self.arg_names, args, strict=False)
+            )
             launched.add((self.fn.__name__, kinds, tuple(sorted(constants.items()))))
         return run(self, *args, grid=grid, warmup=warmup, **constants)
 
     v2.interpreter.InterpretedFunction.run = recorded
-    v, out = 12, {}
+
+    def odd(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.cat([tensor[:1], tensor])[1:]
+
+    v, out = 10, {}
     try:
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             for kept in (True, False):
@@ -483,8 +494,9 @@ def warmed_up() -> dict[str, Any]:
                 for listened in (True, False):
                     tap.wanted = listened
                     for order in ([0, 1, 2, 3], [2]):  # with requests that relax, and the model's own logits without any
-                        logits = torch.randn(len(order) * (K + 1), v).to(torch.float32 if len(order) > 1 else dtype)
-                        engine.verify(logits, [[1, 2]] * len(order), order, draft=kept, narrow=True)
+                        logits = torch.randn(len(order) * (K + 1) + 1, v).to(torch.float32 if len(order) > 1 else dtype)
+                        for part, there in ((logits[:-1], torch.clone), (logits[1:], odd)):
+                            engine.verify(part, [[1, 2]] * len(order), order, draft=kept, narrow=True, there=there)
                 out[f"{dtype} {'with' if kept else 'without'} draft"] = {
                     "launched": len(launched), "bare": [str(one) for one in launched - known],
                 }  # fmt: skip

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine_plugins.kernels.jit import kernel
+
 WIDTH = 8
 SEEN, INSIDE, BEGAN, BEFORE, GIVEN = range(5)
 _WIDTH: tl.constexpr = tl.constexpr(WIDTH)
@@ -54,7 +56,7 @@ def _last(tokens, length, marker, LENGTH: tl.constexpr, BLOCK: tl.constexpr):
     return found
 
 
-@triton.jit
+@kernel
 def advance_kernel(
     state_ptr, slots_ptr, tokens_ptr, tokens_stride, prompt_ptr, total_ptr, start_ptr, end_ptr, limits_ptr, close_at_ptr,
     START: tl.constexpr, END: tl.constexpr, BLOCK: tl.constexpr, HAS_LIMITS: tl.constexpr,
@@ -102,7 +104,7 @@ def advance_kernel(
         tl.store(close_at_ptr + slot, limit)
 
 
-@triton.jit
+@kernel
 def ahead_kernel(
     inside_ptr, state_ptr, slots_ptr, ends_ptr, tokens_ptr, tokens_stride, total_ptr, drafted_ptr, start_ptr, end_ptr,
     START: tl.constexpr, END: tl.constexpr,

@@ -11,8 +11,8 @@ The pairs written are those of the rules on an engine that normalises both rows 
 * q' = e_x: the draft logit of x is raised until q'(x) = 1, exact in any precision of the draft's logits;
 * a rule with a residual of its own (lenience, interpolation, token cascades): the target row is written in whole.
 
-A token the target forbids (-inf) has p' = 0 in every pair, to the bit: where p' and q' are equal in the reals, their rounded difference
-may be positive, and vLLM would draw from it.
+A token the target forbids (-inf) has p' = 0 in every pair, to the bit: where p' and q' are equal in the reals, their rounded
+difference may be positive, and vLLM would draw from it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import triton.language as tl
 from agentguard.row_flags import RowFlag
 from engine_plugins.kernels import table
 from engine_plugins.kernels.batch import FAR, FORCED_LOGIT, ONE_HOT, RELAX, STATS, WANT_DRAFT
+from engine_plugins.kernels.jit import kernel
 
 PARTIALS = 8
 SUMS = 4
@@ -58,7 +59,7 @@ _WANT_DRAFT: tl.constexpr = tl.constexpr(WANT_DRAFT)
 _RELAX: tl.constexpr = tl.constexpr(RELAX)
 
 
-@triton.jit
+@kernel
 def partials_kernel(
     part_ptr, target_ptr, target_stride, draft_ptr, draft_stride_0, draft_stride_1, x_ptr, want_ptr, slot_ptr, step_ptr,
     temperature_ptr, vocab, blocks, BLOCK: tl.constexpr, HAS_DRAFT: tl.constexpr,
@@ -100,7 +101,7 @@ def partials_kernel(
                 tl.store(out + 7, tl.sum(tl.where(draft > _NEGATIVE, tl.exp(draft - base), 0.0), axis=0))
 
 
-@triton.jit
+@kernel
 def decide_kernel(
     stats_ptr, verdict_ptr, part_ptr, target_ptr, target_stride, draft_ptr, draft_stride_0, draft_stride_1, x_ptr, want_ptr,
     flags_ptr, slot_ptr, step_ptr, temperature_ptr, rule_ptr, end, blocks, BLOCKS: tl.constexpr, HAS_DRAFT: tl.constexpr,
@@ -216,7 +217,7 @@ def _in_set(code, p, q, p_max, alpha):
     return value >= tl.where((code > _TOK_V1) & (alpha < 0), 2.0, least)
 
 
-@triton.jit
+@kernel
 def sums_kernel(
     sums_ptr, verdict_ptr, stats_ptr, target_ptr, target_stride, draft_ptr, draft_stride_0, draft_stride_1, x_ptr, slot_ptr,
     step_ptr, temperature_ptr, rule_ptr, vocab, blocks, BLOCK: tl.constexpr,
@@ -270,7 +271,7 @@ def sums_kernel(
             tl.store(out + 2, count)
 
 
-@triton.jit
+@kernel
 def write_kernel(
     sums_ptr, verdict_ptr, stats_ptr, target_ptr, target_stride, draft_ptr, draft_stride_0, draft_stride_1, x_ptr, slot_ptr,
     step_ptr, temperature_ptr, rule_ptr, vocab, blocks, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, HAS_SUMS: tl.constexpr,
@@ -410,7 +411,7 @@ def write_kernel(
             tl.store(start + x, _ONE_HOT)
 
 
-@triton.jit
+@kernel
 def layout_kernel(
     x_ptr, want_ptr, flags_ptr, ends_ptr, slots_ptr, drafted_ptr, temperature_ptr, rule_ptr, inside_ptr, listened, has_draft,
 ):  # fmt: skip

@@ -176,8 +176,8 @@ def _listed(stats: Tensor, column: int) -> list[Any]:
 
 
 class SamplerProxy:
-    """In place of the runner's rejection sampler: tells the seam which batch is verified, and is otherwise the sampler: what is set on
-    it is set there, as vLLM's warm-up does with `enable_adaptive_verification`."""
+    """In place of the runner's rejection sampler: tells the seam which batch is verified, and is otherwise the sampler: what is
+    set on it is set there, as vLLM's warm-up does with `enable_adaptive_verification`."""
 
     _OWN = frozenset({"stock", "_seam", "_signature"})
 
