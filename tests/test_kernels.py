@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 
+from agentguard.errors import ConfigError
 from agentguard.events import RowFlag
 from agentguard.rulespec import RuleSpec
 from engine_plugins import kernels, rules
@@ -16,7 +17,7 @@ from engine_plugins.kernels import batch as words
 from engine_plugins.kernels import launch, table, tuning, twin
 from engine_plugins.kernels.batch import Batch, table_of
 from engine_plugins.rules.exact import acceptance_of, recovered_of
-from engine_plugins.vllm import observe
+from engine_plugins.vllm import observe, ranks
 
 pytestmark = [
     pytest.mark.kernels,
@@ -280,6 +281,19 @@ class TestChoice:
         assert kernels.choose("cpu", interpreted=True).kernels
         monkeypatch.setenv(kernels.KERNELS_ENV, "0")
         assert "AG_KERNELS=0" in kernels.choose("cuda", interpreted=False).reason
+
+    def test_block_sizes_are_the_same_at_every_start(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Fixed, or as somebody said: a seeded request draws the same tokens after a restart."""
+        monkeypatch.delenv(tuning.BLOCK_ENV, raising=False)
+        assert tuning.shape_for("cuda") == tuning.FIXED
+        monkeypatch.setenv(tuning.BLOCK_ENV, "8192x4")
+        assert tuning.shape_for("cuda") == tuning.Shape(8192, 4)
+        assert tuning.BLOCK_ENV in ranks.facts()
+        for text in ("4096", "4000x8", "4096x7", "x", "4096x8 "):
+            monkeypatch.setenv(tuning.BLOCK_ENV, text)
+            with pytest.raises(ConfigError, match=r"gpu_check\.sh names, such as 4096x8"):
+                tuning.shape_for("cuda")
+        assert all(tuning.asked(str(shape)) == shape for shape in tuning.CANDIDATES)
 
     def test_the_fastest_shape_is_taken_by_its_median(self) -> None:
         spent = {tuning.CANDIDATES[0]: iter([9, 1, 9, 9, 1]), tuning.CANDIDATES[1]: iter([5, 5, 99, 5, 5])}

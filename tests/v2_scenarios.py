@@ -30,6 +30,7 @@ from agentguard.tts_settings import TtsSettings
 from engine_plugins.tts import wire
 from engine_plugins.tts.capture import Capture
 from engine_plugins.tts.serving import Serving
+from engine_plugins.vllm.observe import Rounds
 from engine_plugins.vllm.phase import PhaseTracker, ThinkMarkers
 from tests import fake_device
 from tests.test_rules import distributions
@@ -132,8 +133,8 @@ class Tap:
     def __init__(self) -> None:
         self.frames: list[Any] = []
 
-    def publish(self, t: float, step: int, requests: list[Any]) -> None:
-        self.frames.append(requests)
+    def publish(self, t: float, step: int, rounds: Rounds) -> None:
+        self.frames.append(rounds.packed(t, "e", step).unpacked().requests)
 
 
 def telemetry() -> dict[str, Any]:
@@ -317,7 +318,6 @@ def installed(rank: int = 0, ranks: int = 1, endpoint: str = "") -> dict[str, An
         "digest": digest.hexdigest(),
         "tap": tap is not None,
         "heard": heard,
-        "tuned": this.ag_seam.tuned,
         "off": off,
         "copied": copied,
         "bound": texts[0],

@@ -12,18 +12,12 @@ from engine_plugins.kernels.batch import STATS, Batch
 from engine_plugins.kernels.tuning import Shape, shape_for
 
 
-def _shape(batch: Batch, shape: Shape | None, tuned: bool) -> Shape:
-    return shape or shape_for(batch.vocab, batch.target.device.type, tuned)
-
-
-def statistics(
-    batch: Batch, rules: Tensor | None = None, *, end: int = -1, shape: Shape | None = None, tuned: bool = False
-) -> tuple[Tensor, Tensor]:
+def statistics(batch: Batch, rules: Tensor | None = None, *, end: int = -1, shape: Shape | None = None) -> tuple[Tensor, Tensor]:
     """[rows, 16] float32 statistics (`batch.TOP` …; undefined where want is 0), and [rows] int32 verdicts.
 
     rules: [slots, 8] (`table.numbers`), None for statistics alone; end: the end-of-think marker's (first) token, -1: unknown.
     """
-    shape = _shape(batch, shape, tuned)
+    shape = shape or shape_for(batch.target.device.type)
     n, blocks, device = len(batch.x), shape.blocks(batch.vocab), batch.target.device
     part = torch.empty(n, blocks, rows.PARTIALS, device=device)
     stats = torch.empty(n, STATS, device=device)
@@ -42,15 +36,13 @@ def statistics(
     return stats, verdict
 
 
-def rewrite(
-    batch: Batch, rules: Tensor, stats: Tensor, verdict: Tensor, *, sums: bool, shape: Shape | None = None, tuned: bool = False
-) -> None:
+def rewrite(batch: Batch, rules: Tensor, stats: Tensor, verdict: Tensor, *, sums: bool, shape: Shape | None = None) -> None:
     """Write the pairs of all judged rows over target and draft, in place. sums: `table.passes` of the rules in the batch.
 
     The draft's logits are this step's own and are made anew before the next verification; the target's must be a copy that nobody
     reports from.
     """
-    shape = _shape(batch, shape, tuned)
+    shape = shape or shape_for(batch.target.device.type)
     n, blocks = len(batch.x), shape.blocks(batch.vocab)
     part = torch.empty(n, blocks, rows.SUMS, device=batch.target.device) if sums else stats
     draft, stride_0, stride_1 = batch.at_draft()
@@ -85,10 +77,8 @@ def _padded(blocks: int) -> int:
     return 1 << max(0, blocks - 1).bit_length()
 
 
-def warm_up(
-    vocab: int, draft: Tensor | None, steps: int, device: torch.device, dtypes: Iterable[torch.dtype], *, tuned: bool, end: int
-) -> None:
-    """Compile what a step launches, and find the block size where ``tuned``, before a request waits for it.
+def warm_up(vocab: int, draft: Tensor | None, steps: int, device: torch.device, dtypes: Iterable[torch.dtype], *, end: int) -> None:
+    """Compile what a step launches, before a request waits for it.
 
     draft: the draft's logits the engine will hand over, [slots, K, Vd], None where it keeps none; nothing is written to it. dtypes:
     in which the engine may hand over the target's logits; rows are rewritten in float32 only. Index types are those of Model
@@ -106,6 +96,6 @@ def warm_up(
         for target in {part.data_ptr() % 16 == 0: part for part in (rows[1:], rows[:-1])}.values():
             for listened in (False, True):
                 batch = layout(ends, slot[:1], slot, step, token, heat, rules, inside, target, draft, listened=listened)
-                stats, verdict = statistics(batch, rules, end=end, tuned=tuned)
+                stats, verdict = statistics(batch, rules, end=end)
                 for sums in (False, True) if draft is not None and dtype == torch.float32 else ():
-                    rewrite(batch, rules, stats, verdict, sums=sums, tuned=tuned)
+                    rewrite(batch, rules, stats, verdict, sums=sums)
