@@ -220,6 +220,19 @@ def test_bfloat16_drafts_make_exact_pairs() -> None:
     compare(Batch.of(target, x, draft.bfloat16().contiguous()), names)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_draft_row_that_is_no_law_is_found(dtype: torch.dtype) -> None:
+    """By kernel and twin, over several blocks: NaN, +inf and a row of -inf alone are none; the row of another step or slot says
+    nothing, and the first token of a request was drawn by nobody's draft."""
+    draft = torch.randn(4, 3, 300, generator=torch.Generator().manual_seed(1)).to(dtype)
+    draft[1, 0, 7], draft[2, 1, 299], draft[3, 2], draft[2, 0, :299] = torch.nan, torch.inf, -torch.inf, -torch.inf
+    slot = torch.tensor([1, 2, 3, 0]).repeat_interleave(4)
+    step = torch.arange(4, dtype=torch.int32).repeat(4)
+    expected = [False, True, False, False] + [False, False, True, False] + [False, False, False, True] + [False] * 4
+    assert launch.broken(draft, slot, step, shape=tuning.Shape(128, 1)).tolist() == expected
+    assert twin.broken(draft, slot, step).tolist() == expected
+
+
 def test_equal_inputs_give_equal_bits() -> None:
     names = texts("p_min=0.1,top_k=3")
     target, draft, x = logits_of(len(names), 320, seed=6)

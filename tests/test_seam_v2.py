@@ -207,6 +207,7 @@ def test_rows_of_q_that_are_no_law_are_rejected_and_the_targets_law_is_drawn(bad
     assert found[f"trained {bad}"]["accepted"] == 0
     assert p_value(trained, p * trained.sum()) > 1e-3
     assert p_value(plain, p * plain.sum()) < 1e-9
+    assert found[f"not yet {bad}"] == found[f"plain {bad}"], "nothing is looked for before weights were published"
     assert found[f"trained {bad}"]["sound"] == found[f"plain {bad}"]["sound"]
 
 

@@ -433,12 +433,13 @@ def lessons() -> dict[str, Any]:
 
 
 def broken_rows() -> dict[str, Any]:
-    """First tokens of requests whose draft was made by weights of NaN, with the seam of an engine that trains its draft and with
-    that of one that does not; then sound rows beside broken ones."""
+    """First tokens of requests whose draft was made by weights of NaN, with the seam of an engine that has trained its draft and
+    with that of one that does not; then sound rows beside broken ones."""
     p, q = (t.float() for t in distributions(11))
     n, out = 150, {}
     x = torch.multinomial(q, n * K, replacement=True, generator=torch.Generator().manual_seed(2)).view(n, K).tolist()
-    for name, serving in (("trained", SimpleNamespace(capturing=False)), ("plain", None)):
+    trained, not_yet = (SimpleNamespace(capturing=False, published=published) for published in (True, False))
+    for name, serving in (("trained", trained), ("not yet", not_yet), ("plain", None)):
         for bad in (torch.nan, torch.inf):
             engine = v2.Engine(n, len(p), K, serving=serving)
             engine.draft[:] = q.log()
@@ -482,7 +483,8 @@ def warmed_up() -> dict[str, Any]:
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             for kept in (True, False):
                 tap = Tap()
-                engine = v2.Engine(4, v, K, markers=MARKERS, tap=tap)
+                serving = SimpleNamespace(capturing=False, published=True)
+                engine = v2.Engine(4, v, K, markers=MARKERS, tap=tap, serving=serving)
                 engine.enable_budgets(ours=True, forced=[5])
                 engine.draft = torch.randn(4, K, v).to(dtype)
                 launched.clear()
@@ -530,7 +532,7 @@ def no_waiting() -> dict[str, Any]:
         tap = Tap()
         tap.wanted = listened
         serving = Serving(SimpleNamespace(device=torch.device("cpu")), TtsSettings.parse({}), capture, events.append, "e")
-        serving._live = True
+        serving._live = serving.published = True
         v2.os.environ["AG_KERNELS"] = choice
         engine = v2.Engine(8, v, K, markers=MARKERS, tap=tap, serving=serving)
         v2.os.environ["AG_KERNELS"] = "interpret"

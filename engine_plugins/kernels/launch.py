@@ -58,6 +58,18 @@ def rewrite(batch: Batch, rules: Tensor, stats: Tensor, verdict: Tensor, *, sums
     )  # fmt: skip
 
 
+def broken(draft: Tensor, slot: Tensor, step: Tensor, *, shape: Shape | None = None) -> Tensor:
+    """[rows] bool: is the draft row that a row's own token was drawn from no law? A law has a largest logit that is finite: NaN,
+    +inf and a row of -inf alone have not. draft: [slots, K, Vd]; slot, step: [rows], a token of step j + 1 coming from row j."""
+    shape = shape or shape_for(draft.device.type)
+    v = draft.shape[-1]
+    top = torch.empty(len(slot), shape.blocks(v), device=draft.device)
+    rows.tops_kernel[tuple(top.shape)](
+        top, draft, draft.stride(0), draft.stride(1), slot, step, v, top.shape[1], BLOCK=shape.block, num_warps=shape.warps
+    )
+    return ~top.amax(-1).isfinite()
+
+
 def layout(
     ends: Tensor, slots: Tensor, slot: Tensor, step: Tensor, drafted: Tensor, temperature: Tensor, rules: Tensor, inside: Tensor,
     target: Tensor, draft: Tensor | None, *, listened: bool,
@@ -77,12 +89,14 @@ def _padded(blocks: int) -> int:
     return 1 << max(0, blocks - 1).bit_length()
 
 
-def warm_up(vocab: int, draft: Tensor | None, steps: int, device: torch.device, dtypes: Iterable[torch.dtype], *, end: int) -> None:
+def warm_up(
+    vocab: int, draft: Tensor | None, steps: int, device: torch.device, dtypes: Iterable[torch.dtype], *, end: int, learns: bool
+) -> None:
     """Compile what a step launches, before a request waits for it.
 
     draft: the draft's logits the engine will hand over, [slots, K, Vd], None where it keeps none; nothing is written to it. dtypes:
-    in which the engine may hand over the target's logits; rows are rewritten in float32 only. Index types are those of Model
-    Runner V2.
+    in which the engine may hand over the target's logits; rows are rewritten in float32 only. learns: the draft's weights change.
+    Index types are those of Model Runner V2.
     """
     slot = torch.zeros(steps + 1, dtype=torch.int64, device=device)
     token = torch.zeros(steps + 1, dtype=torch.int32, device=device)
@@ -90,6 +104,8 @@ def warm_up(vocab: int, draft: Tensor | None, steps: int, device: torch.device, 
     step = torch.arange(steps + 1, dtype=torch.int32, device=device)
     heat, rules = torch.ones(1, device=device), torch.zeros(1, table.WIDTH, device=device)
     inside = torch.full((steps + 1,), -1, dtype=torch.int32, device=device)
+    if learns and draft is not None:
+        broken(draft, slot, step)
     for dtype in sorted({torch.float32, *dtypes}, key=str):
         rows = torch.zeros(steps + 2, vocab, device=device, dtype=dtype)
         # a chunk's logits begin at any row, which is where a row is no multiple of 16 bytes long another kernel for Triton

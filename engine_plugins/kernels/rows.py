@@ -102,6 +102,25 @@ def partials_kernel(
 
 
 @kernel
+def tops_kernel(
+    top_ptr, draft_ptr, draft_stride_0, draft_stride_1, slot_ptr, step_ptr, vocab, blocks, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Of each block of the draft row that a row's own token was drawn from: the largest logit, +inf where one is no number. A row
+    of step 0 has no such token and is not read. top: [rows, blocks] float32."""
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    step = tl.load(step_ptr + row)
+    top = 0.0
+    if step > 0:
+        slot = tl.load(slot_ptr + row).to(tl.int64)
+        at = block * BLOCK + tl.arange(0, BLOCK)
+        start = draft_ptr + slot * draft_stride_0 + (step - 1) * draft_stride_1
+        draft = tl.load(start + at, mask=at < vocab, other=_NEGATIVE).to(tl.float32)
+        top = tl.max(tl.where(draft == draft, draft, float("inf")), axis=0)
+    tl.store(top_ptr + row * blocks + block, top)
+
+
+@kernel
 def decide_kernel(
     stats_ptr, verdict_ptr, part_ptr, target_ptr, target_stride, draft_ptr, draft_stride_0, draft_stride_1, x_ptr, want_ptr,
     flags_ptr, slot_ptr, step_ptr, temperature_ptr, rule_ptr, end, blocks, BLOCKS: tl.constexpr, HAS_DRAFT: tl.constexpr,

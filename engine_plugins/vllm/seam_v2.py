@@ -64,7 +64,7 @@ class SeamV2:
         slots = self._slots
         if self._kernels is not None:
             end = slots.markers.end[0] if slots.markers is not None else -1
-            self._kernels.warm_up(vocab, draft, steps, slots.device, dtypes, end=end)
+            self._kernels.warm_up(vocab, draft, steps, slots.device, dtypes, end=end, learns=self._lessons is not None)
         if self._tap is not None:
             at = torch.zeros(steps + 1, dtype=torch.int64, device=slots.device)
             coins.note(torch.zeros(len(at), batch.STATS, device=at.device), at, at, at, torch.ones(1, device=at.device))
@@ -99,8 +99,8 @@ class SeamV2:
         target: Tensor = given["target_logits"]
         if lessons is not None:
             lessons.take(given, target, first, self._first)
-            if draft is not None:
-                given["draft_sampled"] = without_broken_rows(given)
+            if draft is not None and lessons.may_be_broken:
+                given["draft_sampled"] = without_broken_rows(given, self._kernels or twin)
         if len(acting):
             target = target.to(torch.float32, copy=self._reported)
         stats = self._rewrite(given, target, acting) if len(acting) or self._listened else None
