@@ -7,6 +7,7 @@ Run by tests/test_seam_v2.py in a process of its own.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import sys
 import tempfile
@@ -664,10 +665,12 @@ def budgets() -> dict[str, Any]:
 
 
 def phases() -> list[bool]:
-    """The device's count of the trace against `PhaseTracker`, over random texts, drafts and markers of one and two tokens."""
+    """The device's count of the trace against `PhaseTracker`, over random texts, drafts and markers of one and two tokens, read in
+    one block and in many."""
     generator = torch.Generator().manual_seed(4)
-    same = []
-    for markers in (MARKERS, ThinkMarkers((4, 3), (5, 3))):
+    same, whole = [], v2.request_slots.phases.SCAN
+    for markers, block in itertools.product((MARKERS, ThinkMarkers((4, 3), (5, 3))), (2, 4, whole)):
+        v2.request_slots.phases.SCAN = block
         engine = v2.Engine(8, 8, 3, markers=markers)
         text = torch.randint(2, 7, (8, 40), generator=generator)
         prompts = [0 + i for i in (1, 4, 7, 10, 2, 9, 3, 5)]

@@ -57,6 +57,7 @@ class SeamV2:
         self._first = 0  # of the step's requests, the first one that has not come yet
         self._listened = False
         self._steps = 0
+        self._kept: dict[str, Tensor] = {}
 
     def warm_up(self, vocab: int, draft: Tensor | None, steps: int, dtypes: Iterable[torch.dtype]) -> None:
         """Compile the kernels before a request waits for them. draft: the speculator's logits, None where it keeps none; steps: K;
@@ -74,6 +75,7 @@ class SeamV2:
     def begin(self, input_batch: Any) -> None:
         """The runner is about to verify this batch."""
         self._input_batch, self._first = input_batch, 0
+        self._kept.clear()
         self._listened = self._tap is not None and self._tap.wanted
         if self._lessons is not None:
             self._lessons.begin(input_batch)
@@ -122,8 +124,8 @@ class SeamV2:
             slots.advance(known)
             inside = slots.ahead(known, ends, drafted)
         rows = backend.layout(
-            ends, known, given["expanded_idx_mapping"], given["expanded_local_pos"], drafted, given["temperature"], slots.table,
-            inside, target, given["draft_logits"], listened=self._listened,
+            ends, known, given["expanded_idx_mapping"], given["expanded_local_pos"], drafted, self._at_hand(given, "temperature"),
+            slots.table, inside, target, given["draft_logits"], listened=self._listened,
         )  # fmt: skip
         end = slots.markers.end[0] if slots.markers is not None else -1
         stats, verdict = backend.statistics(rows, slots.table, end=end)
@@ -139,8 +141,15 @@ class SeamV2:
             else:
                 twin.rewrite(rows, verdict, slots.rules)
         if self._listened:
-            coins.note(stats, rows.slot, given["pos"], given["seed"], rows.temperature)
+            coins.note(stats, rows.slot, given["pos"], self._at_hand(given, "seed"), rows.temperature)
         return stats
+
+    def _at_hand(self, given: dict[str, Any], name: str) -> Tensor:
+        """An array of the runner's that lies in the host's memory, copied to the device once a step: every block of every row reads
+        it."""
+        if name not in self._kept:
+            self._kept[name] = given[name].clone()
+        return self._kept[name]
 
     def _publish(self, stats: Tensor, ends: Tensor, number: Tensor, requests: list[str], slots: np.ndarray[Any, Any]) -> None:
         """number: [requests], how many tokens each emits."""
