@@ -12,4 +12,4 @@ if [ "${1:-}" = --interpret ]; then
   export TRITON_INTERPRET=1 AG_KERNELS=interpret
   set -- --interpret "$@"
 fi
-exec timeout 590 "${PYTHON:-python3}" -m benchmarks.gpu_check "$@"
+exec timeout -k 10 590 "${PYTHON:-python3}" -m benchmarks.gpu_check "$@"
