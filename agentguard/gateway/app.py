@@ -40,7 +40,7 @@ from agentguard.errors import (
     shown,
 )
 from agentguard.events import OperatorActed, OperatorAction, encode_json
-from agentguard.gateway.admission import Admission, Admit, Drain
+from agentguard.gateway.admission import CLIENT_GONE, Admission, Admit, Drain
 from agentguard.gateway.auth import Keyring, RequireKey
 from agentguard.gateway.fetches import check_fetches
 from agentguard.gateway.guesses import SharedGuesses
@@ -102,7 +102,7 @@ def create_app(
                 # the first chunk is awaited here, so that a refused request gets an HTTP status instead of a broken stream
                 first = await _unless_gone(request, chunks, anext(chunks, None), drain)
                 if first is None:
-                    return _CLIENT_GONE
+                    return CLIENT_GONE
                 include_usage = bool((asked.stream_options or {}).get("include_usage"))
                 asks = request.headers.get(EVENTS_HEADER, "") not in ("", "0", "false")
                 events = _sse(first, chunks, include_usage, told, drain, StepEvents(guard, me, told) if asks else None)
@@ -111,7 +111,7 @@ def create_app(
         except AgentGuardError:
             await guesses.refused(who)
             raise
-        return _CLIENT_GONE if reply is None else JSONResponse(reply, headers=_headers(told))
+        return CLIENT_GONE if reply is None else JSONResponse(reply, headers=_headers(told))
 
     async def close(request: Request) -> Response:
         asked = CloseTrace.read(await _body(request))
@@ -330,9 +330,6 @@ class EndQuietly:
             logger.info("request_cancelled", extra={"path": scope.get("path")})
 
 
-_CLIENT_GONE = Response(status_code=499)  # nobody reads it; nginx's number for a client that hung up
-
-
 async def _unless_gone(request: Request, chunks: Stream, work: Coroutine[Any, Any, T] | Awaitable[T], drain: Drain) -> T | None:
     """Await ``work``, or stop it and the step behind it when the client hangs up first (then None).
 
@@ -529,7 +526,7 @@ def _refusal(status: int, field: str, message: str) -> dict[str, Any]:
 
 async def _on_client_gone(_: Request, __: Exception) -> Response:
     """The client hung up while its request was still being read."""
-    return _CLIENT_GONE
+    return CLIENT_GONE
 
 
 _BUG = {"error": {"message": "internal error of the gateway; its log says more", "type": "server_error", "code": 500}}
