@@ -213,6 +213,7 @@ def create_app(
         if store_away and (limits.steps is not None or limits.tokens is not None):
             reasons.append("the session store is away, and sessions have limits")
         state = {"ready": not reasons, "reasons": reasons, "engines": engines, "store": "away" if store_away else "ok"}
+        state["away"] = guard.away()
         numbers = {"running": admission.running, "waiting": admission.waiting, "unsettled": guard.books.waiting}
         return JSONResponse(state | numbers, 503 if reasons else 200)
 
