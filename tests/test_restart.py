@@ -303,3 +303,26 @@ async def test_the_watch_of_a_gateway_finds_what_came_back() -> None:
         while r.guard.info.max_model_len != 600:
             await asyncio.sleep(0.02)
         assert not any(isinstance(e, StepStarted) for e in r.events)
+
+
+async def test_an_engine_that_hangs_hides_no_other_and_holds_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    hangs, well = Asked(), Asked()
+    hangs.name, well.name = "hangs", "well"
+    well.go.set()
+    pool = EnginePool([hangs, well])  # type: ignore[list-item]
+    pool.failed(well, EngineDiedError("gone"))  # type: ignore[arg-type]
+    async with asyncio.timeout(10), pool.watched(0.05):
+        while well.times < 3:
+            await asyncio.sleep(0.01)
+        well.says = EngineInfo("m", 100)
+        while pool.away:
+            await asyncio.sleep(0.01)
+        assert hangs.times == 1
+    monkeypatch.setattr("agentguard.engines.pool.LOOK_S", 0.05)
+    with pytest.raises(EngineError, match="did not say within") as unwell:
+        await pool.look(hangs)  # type: ignore[arg-type]
+    assert not isinstance(unwell.value, EngineDiedError)  # a busy engine is not gone
+    assert pool.away == {}
+    pool.failed(hangs, EngineDiedError("gone"))  # type: ignore[arg-type]
+    with pytest.raises(EngineDiedError, match="did not say within"):  # the step goes elsewhere
+        await pool.look(hangs)  # type: ignore[arg-type]

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import itertools
 import logging
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from agentguard.engines.base import Engine, EngineInfo, Standing, Stream
@@ -28,9 +28,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 CHECK_S = 2.0
 """Between two looks at an engine that is away, and at all of several."""
+LOOK_S = 10.0
+"""An engine that does not say in this time what it serves is unwell, and one that was away stays so."""
 ALONE = 5
-"""The only engine is looked at every so many times `CHECK_S`: there is nothing to choose, and one that is gone shows with its next
-step, but not one that was gone and is another now."""
+"""The only engine, while it is well, is looked at every so many times `CHECK_S`: there is nothing to choose, and one that is gone
+shows with its next step, but not one that was gone and is another now."""
 
 
 class Listener(Protocol):
@@ -151,11 +153,16 @@ class EnginePool:
         if away:
             engine.facts = engine.facts.anew()
         try:
-            info = await engine.info()
-        except EngineDiedError:
-            if away:
-                raise
-            info = await engine.info()  # one connection that breaks is no engine that is gone
+            async with asyncio.timeout(LOOK_S):
+                try:
+                    info = await engine.info()
+                except EngineDiedError:
+                    if away:
+                        raise
+                    info = await engine.info()  # one connection that breaks is no engine that is gone
+        except TimeoutError:
+            silent = f"engine {engine.name} did not say within {LOOK_S:g} s what it serves; see its log"
+            raise (EngineDiedError if away else EngineError)(silent) from None
         if self.model and info.model != self.model:
             raise OtherModelError(engine.name, info.model, self.model)
         before = self.known.get(engine.name)
@@ -185,15 +192,16 @@ class EnginePool:
                 logger.warning("engine_unwell", extra={"engine": engine.name, "error": wrong})
             self._unwell[engine.name] = wrong
 
-        async def keep() -> None:
-            rounds = itertools.count()
+        async def keep(engine: Engine) -> None:
             while True:
                 started = time.monotonic()
-                alone = len(self.engines) == 1 and next(rounds) % ALONE
-                await asyncio.gather(*(look(engine) for engine in self.engines if engine.name in self.away or not alone))
-                await asyncio.sleep(max(0.05, every_s - (time.monotonic() - started)))
+                await look(engine)
+                alone = len(self.engines) == 1 and engine.name not in self.away
+                await asyncio.sleep(max(0.05, every_s * (ALONE if alone else 1) - (time.monotonic() - started)))
 
-        async with owned_loop(keep, "engine health"):
+        async with AsyncExitStack() as stack:
+            for engine in self.engines:  # a loop each, so that one that hangs hides no other
+                await stack.enter_async_context(owned_loop(partial(keep, engine), f"health of {engine.name}"))
             yield
 
     async def tokenize_chat(self, body: Mapping[str, Any]) -> list[int] | None:
