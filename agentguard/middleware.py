@@ -26,6 +26,7 @@ from agentguard.economics.classes import Classes, is_side_call, kind_of
 from agentguard.economics.ledger import Ledger, ledger_of
 from agentguard.economics.report import class_report
 from agentguard.engines.base import Engine, EngineInfo, Stream
+from agentguard.engines.facts import MISSING_S
 from agentguard.engines.pool import pool_of
 from agentguard.errors import (
     AgentGuardError,
@@ -33,6 +34,7 @@ from agentguard.errors import (
     ContextLengthError,
     EngineDiedError,
     EngineRequestError,
+    OtherModelError,
     SessionBusyError,
     SessionLimitError,
     loggable,
@@ -113,6 +115,8 @@ class Guard:
         ledger: Ledger | None = None, books: Books | None = None,
     ) -> None:  # fmt: skip
         self._pool = pool_of(engine)
+        self._pool.serve(info)
+        self._pool.listener = self
         self.engine = engine
         self.books = books or Books(MemorySessions(policy.max_sessions))
         self.policy = policy
@@ -133,6 +137,7 @@ class Guard:
         self.ledger = ledger or ledger_of(policy, on_event=hub.publish)
         self._classes = Classes()
         self._ids = ids
+        self._ids_at = time.monotonic() + MISSING_S
 
     @classmethod
     async def open(
@@ -156,13 +161,49 @@ class Guard:
 
     def engines(self) -> dict[str, str]:
         """The engines by name, with why one is away, "" for one that is not."""
-        return {engine.name: self._pool.away.get(engine.name, "") for engine in self._pool.engines}
+        return {engine.name: str(self._pool.away.get(engine.name, "")) for engine in self._pool.engines}
+
+    def away(self) -> dict[str, str]:
+        """Why engines are away, for everybody: without their addresses."""
+        return {
+            name: str(error) if isinstance(error, OtherModelError) else "does not answer"
+            for name, error in self._pool.away.items()
+        }  # fmt: skip
+
+    def engine_away(self, engine: Engine, error: EngineDiedError) -> None:
+        """Told by the pool: to everybody who listens, and that others are left."""
+        self.died = EngineDied(t=time.time(), engine=engine.name, reason=str(error))
+        self.hub.publish(self.died)
+        if self._pool.healthy:
+            self._ready_again()
+
+    async def engine_back(self, engine: Engine) -> None:
+        """Told by the pool: what engines serve now is what steps that begin go by."""
+        info = self._pool.serves
+        if info != self.info:
+            logger.warning("window_changed", extra={"engine": engine.name, "window": info.max_model_len})
+            for session in self.sessions:
+                session.overflowed.clear()  # what did not fit may fit now
+            self.info = info
+        self._ready_again()
+        self._ids_at = 0.0
+        await self._learn_ids(engine)
+
+    async def _learn_ids(self, engine: Engine) -> None:
+        """Ask again for marker ids that the server could not tell: its route may have been missing for a moment."""
+        if self._ids is None and time.monotonic() >= self._ids_at:
+            self._ids_at = time.monotonic() + MISSING_S
+            self._ids = await _marker_ids(engine, self.family)
+
+    def _ready_again(self) -> None:
+        self.died = None
+        self.hub.publish(self.ready())
 
     def ready(self) -> EngineReady:
         """The event that tells a reader of the model, its window in tokens and the cutoff's band."""
         cutoff = self.policy.cutoff
         return EngineReady(
-            t=time.time(), engine=self.engine.name, model=self.info.model, max_model_len=self.info.max_model_len,
+            t=time.time(), engine=self._pool.first.name, model=self.info.model, max_model_len=self.info.max_model_len,
             f_min=cutoff.f_min if cutoff.mode == "adaptive" else cutoff.f_max, f_max=cutoff.f_max,
         )  # fmt: skip
 
@@ -243,13 +284,16 @@ class Guard:
             assert engine is not None
             told = False
             try:
+                if engine.name in self._pool.away:
+                    await self._pool.look(engine)
                 async with aclosing(self._step(engine, body, request, identity, asked, route, side, reply)) as chunks:
                     async for chunk in chunks:
                         told = True
                         yield chunk
                 return
             except EngineDiedError as error:
-                self._pool.failed(engine, error)
+                if engine.name not in self._pool.away:
+                    self._pool.failed(engine, EngineDiedError(without_content(str(error), body)))
                 failed.append(engine.name)
                 # in the middle of a stream another engine would go on with other words, so the client is told and may ask again
                 if told or self._pool.choose(str(identity), failed) is None:
@@ -263,6 +307,8 @@ class Guard:
         """One step on one engine: what it may use is reserved once its prompt is measured, and settled when it has ended."""
         prompt = await engine.tokenize_chat({"model": self.info.model, **body})
         exact = prompt is not None
+        if exact:
+            await self._learn_ids(engine)
         length = len(prompt) if prompt is not None else self._estimate(body, engine)
         try:
             want = self._want(request, length, exact=exact)
@@ -323,7 +369,6 @@ class Guard:
                         reply.think_cap = step.controller.cap.think_cap
                         yield chunk
                 error, self.died = "", None
-                self._pool.answered(engine)
             except EngineRequestError as failure:
                 error = without_content(str(failure), body)
                 if failure.status in (400, 413) and _OVERFLOW.search(str(failure)):
@@ -334,9 +379,6 @@ class Guard:
                 raise
             except AgentGuardError as failure:
                 error = without_content(str(failure), body)
-                if isinstance(failure, EngineDiedError) and self.died is None:
-                    self.died = EngineDied(t=time.time(), engine=engine.name, reason=error)
-                    self.hub.publish(self.died)
                 raise
             except Exception as failure:
                 error = without_content(f"internal: {failure!r}", body)
