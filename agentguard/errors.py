@@ -62,16 +62,14 @@ class TooSlowError(ConfigError):
 
 
 class ContextLengthError(ConfigError):
-    """``prompt`` and ``window`` in tokens; ``room`` is what is left for an answer."""
+    """``prompt`` (None where nobody has told it) and ``window`` in tokens; ``room`` is what is left for an answer."""
 
     code = "context_length_exceeded"
 
     def __init__(self, prompt: int | None, window: int, room: int = 0) -> None:
-        super().__init__(
-            "messages",
-            "too long" if prompt is None else f"{prompt} tokens",
-            f"the prompt fills the context window of {window} tokens ({room} are left, too few for an answer); compact it",
-        )
+        value = "too long" if prompt is None else f"{prompt} tokens"
+        left = "" if prompt is None else f" ({room} are left, too few for an answer)"
+        super().__init__("messages", value, f"the prompt fills the context window of {window} tokens{left}; compact it")
 
 
 class SessionLimitError(AgentGuardError):
