@@ -31,9 +31,11 @@ from agentguard.limits import SHOWN_CHARACTERS
 
 
 class AgentGuardError(Exception):
-    """The root of the tree. ``exit_code`` is the command line's exit status."""
+    """The root of the tree. ``exit_code`` is the command line's exit status; ``retry_after`` says when the same may work, in the
+    words of the server's header of that name (seconds or a date), None where no server has said so."""
 
     exit_code = 1
+    retry_after: str | None = None
 
 
 class ConfigError(AgentGuardError, ValueError):
@@ -152,8 +154,8 @@ class EngineDiedError(EngineError):
 
 
 class EngineRequestError(EngineError):
-    """The engine refused one request. ``status`` is the HTTP status, ``retry_after`` the header of that name, as the engine sent
-    it, ``field`` what it says is wrong, "engine" where it says nothing of the kind."""
+    """The engine refused one request. ``status`` is the HTTP status, ``field`` what it says is wrong, "engine" where it says
+    nothing of the kind."""
 
     def __init__(self, status: int, message: str, retry_after: str | None = None, field: str = "engine") -> None:
         super().__init__(message)
