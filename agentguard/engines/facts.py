@@ -12,6 +12,7 @@ ADDED = ("thinking_token_budget", "return_token_ids", "include_reasoning", "stre
 _REFUSED = re.compile(
     r"unknown|unsupported|not supported|unrecogni[sz]ed|unexpected|extra|not permitted|not allowed|not configured", re.I
 )
+MOST_TAILS = 64
 Carrier = Literal["reasoning", "content"]
 
 
@@ -20,7 +21,8 @@ class Facts:
     """plugin: our plugin is in the engine, so budgets are exact and can change while a request runs. tokenize: /tokenize is there.
     budget: what `thinking_token_budget` does. dropped: fields of ours the server refused. carrier: the message field through which
     its chat template shows a partial trace; "" when none does. inline: it streams a trace that the prompt opened as content.
-    chars_per_token: of its text, for counting without ids. metrics: /metrics is there."""
+    chars_per_token: of its text, for counting without ids. metrics: /metrics is there. tails: what its template writes behind the
+    start marker it opens a block with, by the request's switches (`trace.opening`); None where it opens none."""
 
     plugin: bool = False
     tokenize: bool = True
@@ -30,6 +32,13 @@ class Facts:
     inline: bool = False
     chars_per_token: float = 4.0
     metrics: bool = True
+    tails: dict[str, tuple[int, ...] | None] = field(default_factory=dict)
+
+    def learn_tail(self, switches: str, tail: tuple[int, ...] | None) -> None:
+        """Clients may send any switches, so few are kept."""
+        if len(self.tails) >= MOST_TAILS:
+            self.tails.clear()
+        self.tails[switches] = tail
 
     def learn_rate(self, chars_per_token: float | None) -> None:
         """A moving mean over finished steps; what is outside of any language's range is not believed."""
