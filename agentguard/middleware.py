@@ -74,6 +74,7 @@ from agentguard.trace.controller import Controller
 from agentguard.trace.cutoff import Cap, Term, growth_pressure, step_budget, think_cap
 from agentguard.trace.loops import LoopDetector
 from agentguard.trace.markers import Family, Markers, generic, of_policy
+from agentguard.trace.opening import BLANKS
 from agentguard.trace.tally import MarkerIds
 
 logger = logging.getLogger(__name__)
@@ -627,4 +628,7 @@ async def _marker_ids(engine: Engine, family: Family) -> MarkerIds | None:
     """The family's markers as ids, None where the server cannot tell: counts are then estimates from the text."""
     found = [await engine.tokenize_text(text) for text in (family.markers.start, family.markers.end, family.closing)]
     start, end, closing = found
-    return MarkerIds(tuple(start), tuple(end), tuple(closing)) if start and end and closing else None
+    if not start or not end or not closing:
+        return None
+    blanks = [await engine.tokenize_text(text) for text in (*BLANKS, family.label) if text]
+    return MarkerIds(tuple(start), tuple(end), tuple(closing), tuple(tuple(ids) for ids in blanks if ids))
