@@ -43,6 +43,7 @@ class Note(StrEnum):
     THINKS_AGAIN = "thinks_again"  # after the close the model opened another block
     EMPTY_ANSWER = "empty_answer"  # neither text nor a tool call; the client got a line that says so
     COUNT_DIFFERS = "count_differs"  # the engine's own count of think tokens is another one
+    FAULT_BEHIND = "fault_behind"  # the stream broke behind its finish reason; the answer was whole
 
 
 class DraftRows(msgspec.Struct, frozen=True, kw_only=True):
