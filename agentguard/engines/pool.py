@@ -42,8 +42,9 @@ class Listener(Protocol):
         """It goes, or is found to be away for another reason than before."""
         ...
 
-    async def engine_back(self, engine: Engine) -> None:
-        """It is there and may be another process than before; or it was all the time, with another window."""
+    async def engine_back(self, engine: Engine, *, proven: bool) -> None:
+        """It is there and may be another process than before; or it was all the time, with another window. Not ``proven``: the step
+        that comes now shows whether it works."""
         ...
 
 
@@ -125,11 +126,12 @@ class EnginePool:
         if not self.known:
             self.model, self.known = info.model, {engine.name: info for engine in self.engines}
 
-    async def look(self, engine: Engine) -> None:
+    async def look(self, engine: Engine, *, proven: bool = True) -> None:
         """Ask an engine what it serves; those who ask at the same time share the answer.
 
         One that was away is learned anew, since it may be another process: without our plugin, with another window, with another
-        model. Raises EngineDiedError, and it is away; EngineError for an answer that is none, and all stays as it was.
+        model. ``proven`` is for the listener. Raises EngineDiedError, and it is away; EngineError for an answer that is none, and all
+        stays as it was.
         """
         asked = self._asked[engine.name]
         async with self._asking[engine.name]:
@@ -138,7 +140,7 @@ class EnginePool:
                     raise type(error)(*error.args)
                 return
             try:
-                await self._ask(engine)
+                await self._ask(engine, proven=proven)
             except Exception as error:
                 self._asked[engine.name] += 1
                 if isinstance(error, EngineDiedError):
@@ -148,7 +150,7 @@ class EnginePool:
                 raise EngineError(f"{engine.name} answers what cannot be read ({loggable(error)})") from error
             self._asked[engine.name] += 1  # of one that was cancelled nobody knows
 
-    async def _ask(self, engine: Engine) -> None:
+    async def _ask(self, engine: Engine, *, proven: bool) -> None:
         away = engine.name in self.away
         if away:
             engine.facts = engine.facts.anew()
@@ -174,7 +176,7 @@ class EnginePool:
             del self.away[engine.name]
             logger.info("engine_back", extra={"engine": engine.name})
         if (away or info != before) and self.listener is not None:
-            await self.listener.engine_back(engine)
+            await self.listener.engine_back(engine, proven=proven)
 
     @asynccontextmanager
     async def watched(self, every_s: float = CHECK_S) -> AsyncIterator[None]:
