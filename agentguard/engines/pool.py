@@ -130,8 +130,8 @@ class EnginePool:
         """Ask an engine what it serves; those who ask at the same time share the answer.
 
         One that was away is learned anew, since it may be another process: without our plugin, with another window, with another
-        model. ``proven`` is for the listener. Raises EngineDiedError, and it is away; EngineError for an answer that is none, and all
-        stays as it was.
+        model. ``proven`` is for the listener. Raises EngineDiedError, and it is away; EngineError for an answer that is none, and
+        all stays as it was.
         """
         asked = self._asked[engine.name]
         async with self._asking[engine.name]:
