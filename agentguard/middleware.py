@@ -164,6 +164,14 @@ class Guard:
         """The engines by name, with why one is away, "" for one that is not."""
         return {engine.name: str(self._pool.away.get(engine.name, "")) for engine in self._pool.engines}
 
+    def standings(self) -> dict[str, str]:
+        """How each engine is: "ok", "unwell" where it says nothing or nothing that can be read when it is looked at, "away"."""
+        pool = self._pool
+        return {
+            engine.name: "away" if engine.name in pool.away else "unwell" if engine.name in pool.unwell else "ok"
+            for engine in pool.engines
+        }  # fmt: skip
+
     def away(self) -> dict[str, str]:
         """Why engines are away, for everybody: without their addresses."""
         return {

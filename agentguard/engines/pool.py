@@ -55,13 +55,14 @@ class EnginePool:
         self.engines = tuple(engines)
         self.away: dict[str, EngineDiedError] = {}
         """Engines that are away, and why."""
+        self.unwell: dict[str, str] = {}
+        """Engines that are there and say nothing, or what cannot be read, when they are looked at; and what."""
         self.known: dict[str, EngineInfo] = {}
         """What each said it serves, the last time it was asked."""
         self.model = ""
         """What all of them serve; "" before `info`."""
         self.listener: Listener | None = None
         self.name = self.engines[0].name
-        self._unwell: dict[str, str] = {}
         self._asking = {engine.name: asyncio.Lock() for engine in self.engines}
         self._asked: Counter[str] = Counter()
 
@@ -88,9 +89,11 @@ class EnginePool:
         return EngineInfo(self.model, min(info.max_model_len for info in self.known.values()))
 
     def choose(self, session: str, without: Iterable[str] = ()) -> Engine | None:
-        """The session's engine; None when all that are left have failed it. Engines that are thought to be away are tried last."""
+        """The session's engine; None when all that are left have failed it. Engines that are thought to be unwell or away are tried
+        last."""
         left = [engine for engine in self.engines if engine.name not in without]
         known = [engine for engine in left if engine.name not in self.away] or left
+        known = [engine for engine in known if engine.name not in self.unwell] or known
         return max(known, key=lambda engine: _score(session, engine.name), default=None)
 
     def failed(self, engine: Engine, error: EngineDiedError) -> None:
@@ -190,9 +193,13 @@ class EnginePool:
                 pass  # told when it went
             except Exception as error:
                 wrong = loggable(error)
-            if wrong and wrong != self._unwell.get(engine.name):  # once, not at every look
+            before = self.unwell.pop(engine.name, "")
+            if wrong:
+                self.unwell[engine.name] = wrong
+            if wrong and wrong != before:  # once, not at every look
                 logger.warning("engine_unwell", extra={"engine": engine.name, "error": wrong})
-            self._unwell[engine.name] = wrong
+            elif before and not wrong and engine.name not in self.away:
+                logger.info("engine_well", extra={"engine": engine.name})
 
         async def keep(engine: Engine) -> None:
             while True:
