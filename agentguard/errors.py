@@ -32,9 +32,11 @@ from agentguard.limits import SHOWN_CHARACTERS
 
 
 class AgentGuardError(Exception):
-    """The root of the tree. ``exit_code`` is the command line's exit status."""
+    """The root of the tree. ``exit_code`` is the command line's exit status; ``retry_after`` says when the same may work, in the
+    words of the server's header of that name (seconds or a date), None where no server has said so."""
 
     exit_code = 1
+    retry_after: str | None = None
 
 
 class ConfigError(AgentGuardError, ValueError):
@@ -63,16 +65,14 @@ class TooSlowError(ConfigError):
 
 
 class ContextLengthError(ConfigError):
-    """``prompt`` and ``window`` in tokens; ``room`` is what is left for an answer."""
+    """``prompt`` (None where nobody has told it) and ``window`` in tokens; ``room`` is what is left for an answer."""
 
     code = "context_length_exceeded"
 
     def __init__(self, prompt: int | None, window: int, room: int = 0) -> None:
-        super().__init__(
-            "messages",
-            "too long" if prompt is None else f"{prompt} tokens",
-            f"the prompt fills the context window of {window} tokens ({room} are left, too few for an answer); compact it",
-        )
+        value = "too long" if prompt is None else f"{prompt} tokens"
+        left = "" if prompt is None else f" ({room} are left, too few for an answer)"
+        super().__init__("messages", value, f"the prompt fills the context window of {window} tokens{left}; compact it")
 
 
 class SessionLimitError(AgentGuardError):
@@ -169,8 +169,8 @@ class OtherModelError(EngineDiedError):
 
 
 class EngineRequestError(EngineError):
-    """The engine refused one request. ``status`` is the HTTP status, ``retry_after`` the header of that name, as the engine sent
-    it, ``field`` what it says is wrong, "engine" where it says nothing of the kind."""
+    """The engine refused one request. ``status`` is the HTTP status, ``field`` what it says is wrong, "engine" where it says
+    nothing of the kind."""
 
     def __init__(self, status: int, message: str, retry_after: str | None = None, field: str = "engine") -> None:
         super().__init__(message)

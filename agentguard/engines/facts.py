@@ -12,9 +12,8 @@ ADDED = ("thinking_token_budget", "return_token_ids", "include_reasoning", "stre
 _REFUSED = re.compile(
     r"unknown|unsupported|not supported|unrecogni[sz]ed|unexpected|extra|not permitted|not allowed|not configured", re.I
 )
+MOST_TAILS = 64
 Carrier = Literal["reasoning", "content"]
-
-
 MISSING_S = 60.0
 """A route that was missing is asked for again after so long: a proxy in front of a server, or one that starts, says 404 too."""
 
@@ -23,7 +22,8 @@ class Facts:
     """plugin: our plugin is in the engine, so budgets are exact and can change while a request runs. tokenize: /tokenize is there.
     budget: what `thinking_token_budget` does. dropped: fields of ours the server refused. carrier: the message field through which
     its chat template shows a partial trace; "" when none does. inline: it streams a trace that the prompt opened as content.
-    chars_per_token: of its text, for counting without ids. metrics: /metrics is there.
+    chars_per_token: of its text, for counting without ids. metrics: /metrics is there. tails: what its template writes behind the
+    start marker it opens a block with, by the request's switches (`trace.opening`); None where it opens none.
 
     ``tokenize`` and ``metrics`` given as False: the engine has no such route, and never will.
     """
@@ -37,6 +37,7 @@ class Facts:
         self.carrier: Carrier | Literal["", "unknown"] = "unknown"
         self.inline = False
         self.chars_per_token = 4.0
+        self.tails: dict[str, tuple[int, ...] | None] = {}
 
     def anew(self) -> Facts:
         """Of another process at the same address: all that is left is what its text is like, which is the model's."""
@@ -68,6 +69,12 @@ class Facts:
             self._missing.pop(route, None)
         else:
             self._missing[route] = time.monotonic() + MISSING_S
+
+    def learn_tail(self, switches: str, tail: tuple[int, ...] | None) -> None:
+        """Clients may send any switches, so few are kept."""
+        if len(self.tails) >= MOST_TAILS:
+            self.tails.clear()
+        self.tails[switches] = tail
 
     def learn_rate(self, chars_per_token: float | None) -> None:
         """A moving mean over finished steps; what is outside of any language's range is not believed."""
