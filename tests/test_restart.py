@@ -333,13 +333,17 @@ async def test_an_engine_that_is_there_and_says_nothing_gets_no_step_while_other
     async with restarts(script(), script()) as r, asyncio.timeout(20):
         first = r.pool.engines[0]
         name = next(f"s{i}" for i in range(100) if r.pool.choose(f"s{i}") is first)
-        answers, asked = asyncio.Event(), first.info
+        answers = asyncio.Event()
 
         async def info() -> EngineInfo:
             await answers.wait()
-            return await asked()
+            return EngineInfo("scripted", 1000)
+
+        async def at_once() -> EngineInfo:
+            return EngineInfo("scripted", 1000)
 
         monkeypatch.setattr(first, "info", info)
+        monkeypatch.setattr(r.pool.engines[1], "info", at_once)  # a busy machine makes nobody unwell here
         async with r.pool.watched(0.05):
             while "engine-0" not in r.pool.unwell:
                 await asyncio.sleep(0.02)
