@@ -130,6 +130,7 @@ class Guard:
         """What was published of them when they began."""
         self.died: EngineDied | None = None
         """Set while the engine is gone."""
+        self._cause: type[EngineDiedError] = EngineDiedError
         self.learning: dict[type, DraftUpdated | TtsChanged] = {}
         """The latest of each kind that the engine's trainer told."""
         self.ledger = ledger or ledger_of(policy, on_event=hub.publish)
@@ -161,6 +162,14 @@ class Guard:
         """The engines by name, with why one is away, "" for one that is not."""
         return {engine.name: str(self._pool.away.get(engine.name, "")) for engine in self._pool.engines}
 
+    def standings(self) -> dict[str, str]:
+        """How each engine is: "ok", "unwell" where it says nothing or nothing that can be read when it is looked at, "away"."""
+        pool = self._pool
+        return {
+            engine.name: "away" if engine.name in pool.away else "unwell" if engine.name in pool.unwell else "ok"
+            for engine in pool.engines
+        }  # fmt: skip
+
     def away(self) -> dict[str, str]:
         """Why engines are away, for everybody: without their addresses."""
         return {
@@ -170,20 +179,22 @@ class Guard:
 
     def engine_away(self, engine: Engine, error: EngineDiedError) -> None:
         """Told by the pool: to everybody who listens, and that others are left."""
-        self.died = EngineDied(t=time.time(), engine=engine.name, reason=str(error))
-        self.hub.publish(self.died)
+        if self.died is None or (self.died.engine, self._cause) != (engine.name, type(error)):
+            self.died, self._cause = EngineDied(t=time.time(), engine=engine.name, reason=str(error)), type(error)
+            self.hub.publish(self.died)
         if self._pool.healthy:
             self._ready_again()
 
-    async def engine_back(self, engine: Engine) -> None:
+    async def engine_back(self, engine: Engine, *, proven: bool) -> None:
         """Told by the pool: what engines serve now is what steps that begin go by."""
         info = self._pool.serves
         if info != self.info:
             logger.warning("window_changed", extra={"engine": engine.name, "window": info.max_model_len})
             for session in self.sessions:
                 session.overflowed.clear()  # what did not fit may fit now
-            self.info = info
-        self._ready_again()
+            self.info, proven = info, True
+        if proven:
+            self._ready_again()
         self._ids_at = 0.0
         await self._learn_ids(engine)
 
@@ -284,7 +295,7 @@ class Guard:
             told = False
             try:
                 if engine.name in self._pool.away:
-                    await self._pool.look(engine)
+                    await self._pool.look(engine, proven=False)
                 async with aclosing(self._step(engine, body, request, identity, asked, route, side, reply, fit)) as chunks:
                     async for chunk in chunks:
                         told = True

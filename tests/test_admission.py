@@ -520,3 +520,25 @@ async def test_over_http_requests_in_one_packet_and_a_body_in_pieces_pass_the_qu
         assert Counter(headers["x-session-id"] for _, _, headers in script.seen) == Counter(["first", "one", "two", "pieces"])
         for writer in (first, piped, other):
             writer.close()
+
+
+async def test_over_http_a_gateway_that_ends_sends_those_that_wait_away_and_ends_those_that_run() -> None:
+    script = Script(chat=THINKS_AND_ANSWERS, hold=asyncio.Event())
+    async with asyncio.timeout(30), httpx2.AsyncClient(timeout=30) as client:
+        async with gateway_rig(script, serving={"running": 1, "queue": 8, "queue_s": 60, "drain_s": 20}) as r:
+            asks = []
+            for number in range(3):
+                asks.append(asyncio.create_task(client.post(r.url + "/v1/chat/completions", json=ASK)))
+                async with httpx2.AsyncClient(base_url=r.url) as other:
+                    await until(1, number, other)
+
+            async def go_on() -> None:
+                await asyncio.gather(*asks[1:])
+                script.hold.set()  # type: ignore[union-attr]
+
+            going = asyncio.create_task(go_on())
+        await going
+        told = [await one for one in asks]
+    assert [one.status_code for one in told] == [200, 503, 503]
+    assert [one.json()["error"]["code"] for one in told[1:]] == ["gateway_ends"] * 2
+    assert told[1].headers["retry-after"] == "5"

@@ -326,3 +326,40 @@ async def test_an_engine_that_hangs_hides_no_other_and_holds_no_step(monkeypatch
     pool.failed(hangs, EngineDiedError("gone"))  # type: ignore[arg-type]
     with pytest.raises(EngineDiedError, match="did not say within"):  # the step goes elsewhere
         await pool.look(hangs)  # type: ignore[arg-type]
+
+
+async def test_an_engine_that_is_there_and_says_nothing_gets_no_step_while_others_are_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentguard.engines.pool.LOOK_S", 0.2)
+    async with restarts(script(), script()) as r, asyncio.timeout(20):
+        first = r.pool.engines[0]
+        name = next(f"s{i}" for i in range(100) if r.pool.choose(f"s{i}") is first)
+        answers = asyncio.Event()
+
+        async def info() -> EngineInfo:
+            await answers.wait()
+            return EngineInfo("scripted", 1000)
+
+        async def at_once() -> EngineInfo:
+            return EngineInfo("scripted", 1000)
+
+        monkeypatch.setattr(first, "info", info)
+        monkeypatch.setattr(r.pool.engines[1], "info", at_once)  # a busy machine makes nobody unwell here
+        async with r.pool.watched(0.05):
+            while "engine-0" not in r.pool.unwell:
+                await asyncio.sleep(0.02)
+            assert r.pool.choose(name) is r.pool.engines[1]
+            assert r.pool.choose(name, ("engine-1",)) is first  # when nothing else is left
+            ready = await r.ready()
+            assert (ready.status_code, ready.json()["engines"]) == (200, {"engine-0": "unwell", "engine-1": "ok"})
+            await r.step(identity=Identity("", name))
+            monkeypatch.setattr(r.pool.engines[1], "info", info)
+            while "engine-1" not in r.pool.unwell:
+                await asyncio.sleep(0.02)
+            ready = await r.ready()
+            assert (ready.status_code, ready.json()["reasons"]) == (503, ["no engine answers"])
+            answers.set()
+            while r.pool.unwell:
+                await asyncio.sleep(0.02)
+            assert r.pool.choose(name) is first
+            assert (await r.ready()).status_code == 200
+        assert not any(isinstance(e, EngineDied) for e in r.events)

@@ -22,7 +22,8 @@ def http_client(
     20 ms, and plain HTTP has no use for it.
     """
     verify: ssl.SSLContext | bool = True if url.startswith("https://") else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    limits = httpx2.Limits(max_connections=512, max_keepalive_connections=64, keepalive_expiry=KEEPALIVE_S)
+    # far more than steps run (serving.running): what waits for a connection looks like an engine that says nothing
+    limits = httpx2.Limits(max_connections=8192, max_keepalive_connections=64, keepalive_expiry=KEEPALIVE_S)
     return httpx2.AsyncClient(
         base_url=url, headers=headers, timeout=timeout, limits=limits, verify=verify, trust_env=False, transport=transport
     )

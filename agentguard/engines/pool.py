@@ -42,8 +42,9 @@ class Listener(Protocol):
         """It goes, or is found to be away for another reason than before."""
         ...
 
-    async def engine_back(self, engine: Engine) -> None:
-        """It is there and may be another process than before; or it was all the time, with another window."""
+    async def engine_back(self, engine: Engine, *, proven: bool) -> None:
+        """It is there and may be another process than before; or it was all the time, with another window. Not ``proven``: the step
+        that comes now shows whether it works."""
         ...
 
 
@@ -54,13 +55,14 @@ class EnginePool:
         self.engines = tuple(engines)
         self.away: dict[str, EngineDiedError] = {}
         """Engines that are away, and why."""
+        self.unwell: dict[str, str] = {}
+        """Engines that are there and say nothing, or what cannot be read, when they are looked at; and what."""
         self.known: dict[str, EngineInfo] = {}
         """What each said it serves, the last time it was asked."""
         self.model = ""
         """What all of them serve; "" before `info`."""
         self.listener: Listener | None = None
         self.name = self.engines[0].name
-        self._unwell: dict[str, str] = {}
         self._asking = {engine.name: asyncio.Lock() for engine in self.engines}
         self._asked: Counter[str] = Counter()
 
@@ -87,9 +89,11 @@ class EnginePool:
         return EngineInfo(self.model, min(info.max_model_len for info in self.known.values()))
 
     def choose(self, session: str, without: Iterable[str] = ()) -> Engine | None:
-        """The session's engine; None when all that are left have failed it. Engines that are thought to be away are tried last."""
+        """The session's engine; None when all that are left have failed it. Engines that are thought to be unwell or away are tried
+        last."""
         left = [engine for engine in self.engines if engine.name not in without]
         known = [engine for engine in left if engine.name not in self.away] or left
+        known = [engine for engine in known if engine.name not in self.unwell] or known
         return max(known, key=lambda engine: _score(session, engine.name), default=None)
 
     def failed(self, engine: Engine, error: EngineDiedError) -> None:
@@ -125,11 +129,12 @@ class EnginePool:
         if not self.known:
             self.model, self.known = info.model, {engine.name: info for engine in self.engines}
 
-    async def look(self, engine: Engine) -> None:
+    async def look(self, engine: Engine, *, proven: bool = True) -> None:
         """Ask an engine what it serves; those who ask at the same time share the answer.
 
         One that was away is learned anew, since it may be another process: without our plugin, with another window, with another
-        model. Raises EngineDiedError, and it is away; EngineError for an answer that is none, and all stays as it was.
+        model. ``proven`` is for the listener. Raises EngineDiedError, and it is away; EngineError for an answer that is none, and
+        all stays as it was.
         """
         asked = self._asked[engine.name]
         async with self._asking[engine.name]:
@@ -138,7 +143,7 @@ class EnginePool:
                     raise type(error)(*error.args)
                 return
             try:
-                await self._ask(engine)
+                await self._ask(engine, proven=proven)
             except Exception as error:
                 self._asked[engine.name] += 1
                 if isinstance(error, EngineDiedError):
@@ -148,7 +153,7 @@ class EnginePool:
                 raise EngineError(f"{engine.name} answers what cannot be read ({loggable(error)})") from error
             self._asked[engine.name] += 1  # of one that was cancelled nobody knows
 
-    async def _ask(self, engine: Engine) -> None:
+    async def _ask(self, engine: Engine, *, proven: bool) -> None:
         away = engine.name in self.away
         if away:
             engine.facts = engine.facts.anew()
@@ -174,7 +179,7 @@ class EnginePool:
             del self.away[engine.name]
             logger.info("engine_back", extra={"engine": engine.name})
         if (away or info != before) and self.listener is not None:
-            await self.listener.engine_back(engine)
+            await self.listener.engine_back(engine, proven=proven)
 
     @asynccontextmanager
     async def watched(self, every_s: float = CHECK_S) -> AsyncIterator[None]:
@@ -188,9 +193,13 @@ class EnginePool:
                 pass  # told when it went
             except Exception as error:
                 wrong = loggable(error)
-            if wrong and wrong != self._unwell.get(engine.name):  # once, not at every look
+            before = self.unwell.pop(engine.name, "")
+            if wrong:
+                self.unwell[engine.name] = wrong
+            if wrong and wrong != before:  # once, not at every look
                 logger.warning("engine_unwell", extra={"engine": engine.name, "error": wrong})
-            self._unwell[engine.name] = wrong
+            elif before and not wrong and engine.name not in self.away:
+                logger.info("engine_well", extra={"engine": engine.name})
 
         async def keep(engine: Engine) -> None:
             while True:

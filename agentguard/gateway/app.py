@@ -206,7 +206,7 @@ def create_app(
         return JSONResponse({"status": "ok"})
 
     async def ready(_: Request) -> Response:
-        engines = {name: "away" if why else "ok" for name, why in guard.engines().items()}
+        engines = guard.standings()
         limits, store_away = guard.policy.limits, bool(guard.books.away)
         reasons = ["the gateway was told to end"] * drain.begun
         reasons += ["no engine answers"] * ("ok" not in engines.values())

@@ -147,9 +147,9 @@ async def _start(worker: Worker, orders: bytes, fd: int) -> None:
     assert process.stdin is not None
     assert process.stdout is not None
     try:
-        process.stdin.write(orders)
-        await process.stdin.drain()
         async with asyncio.timeout(START_S):
+            process.stdin.write(orders)
+            await process.stdin.drain()
             line = await process.stdout.readline()
         worker.url = str(json.loads(line)["url"])
     except (TimeoutError, ConnectionError, ValueError, LookupError, TypeError) as error:
