@@ -14,6 +14,7 @@
     ├── EngineError        the engine did something we cannot work around
     │   ├── EngineStartError    it never became ready
     │   ├── EngineDiedError     it was ready and is gone
+    │   │   └── OtherModelError     another model answers at its address
     │   └── EngineRequestError  it refused one request; carries the HTTP status
     └── PluginError        the plugin cannot run on this vLLM, with the reason
 
@@ -31,9 +32,11 @@ from agentguard.limits import SHOWN_CHARACTERS
 
 
 class AgentGuardError(Exception):
-    """The root of the tree. ``exit_code`` is the command line's exit status."""
+    """The root of the tree. ``exit_code`` is the command line's exit status; ``retry_after`` says when the same may work, in the
+    words of the server's header of that name (seconds or a date), None where no server has said so."""
 
     exit_code = 1
+    retry_after: str | None = None
 
 
 class ConfigError(AgentGuardError, ValueError):
@@ -62,16 +65,14 @@ class TooSlowError(ConfigError):
 
 
 class ContextLengthError(ConfigError):
-    """``prompt`` and ``window`` in tokens; ``room`` is what is left for an answer."""
+    """``prompt`` (None where nobody has told it) and ``window`` in tokens; ``room`` is what is left for an answer."""
 
     code = "context_length_exceeded"
 
     def __init__(self, prompt: int | None, window: int, room: int = 0) -> None:
-        super().__init__(
-            "messages",
-            "too long" if prompt is None else f"{prompt} tokens",
-            f"the prompt fills the context window of {window} tokens ({room} are left, too few for an answer); compact it",
-        )
+        value = "too long" if prompt is None else f"{prompt} tokens"
+        left = "" if prompt is None else f" ({room} are left, too few for an answer)"
+        super().__init__("messages", value, f"the prompt fills the context window of {window} tokens{left}; compact it")
 
 
 class SessionLimitError(AgentGuardError):
@@ -153,9 +154,23 @@ class EngineDiedError(EngineError):
     exit_code = 3
 
 
+class OtherModelError(EngineDiedError):
+    """``model`` answers where ``expected`` was served: for whoever asks for that one, the engine is gone."""
+
+    def __init__(self, engine: str, model: str, expected: str) -> None:
+        super().__init__(engine, model, expected)
+        self.engine, self.model, self.expected = engine, shown(model), expected
+
+    def __str__(self) -> str:
+        return (
+            f"engine {self.engine} serves {self.model!r} now, and this gateway {self.expected!r}; start that again there, or the "
+            f"gateway anew"
+        )
+
+
 class EngineRequestError(EngineError):
-    """The engine refused one request. ``status`` is the HTTP status, ``retry_after`` the header of that name, as the engine sent
-    it, ``field`` what it says is wrong, "engine" where it says nothing of the kind."""
+    """The engine refused one request. ``status`` is the HTTP status, ``field`` what it says is wrong, "engine" where it says
+    nothing of the kind."""
 
     def __init__(self, status: int, message: str, retry_after: str | None = None, field: str = "engine") -> None:
         super().__init__(message)

@@ -7,7 +7,6 @@ count and close and continue what comes back, and publishes the step's accounts.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import logging
 import re
@@ -26,13 +25,16 @@ from agentguard.economics.classes import Classes, is_side_call, kind_of
 from agentguard.economics.ledger import Ledger, ledger_of
 from agentguard.economics.report import class_report
 from agentguard.engines.base import Engine, EngineInfo, Stream
+from agentguard.engines.facts import MISSING_S
 from agentguard.engines.pool import pool_of
 from agentguard.errors import (
     AgentGuardError,
     ConfigError,
     ContextLengthError,
     EngineDiedError,
+    EngineError,
     EngineRequestError,
+    OtherModelError,
     SessionBusyError,
     SessionLimitError,
     loggable,
@@ -56,6 +58,7 @@ from agentguard.events import (
     arm_reports,
 )
 from agentguard.identity import Identity
+from agentguard.overflow import Fit, LimitTooLargeError, digest, is_overflow, prompt_told, refit
 from agentguard.policy import Policy
 from agentguard.redact import without_content
 from agentguard.requests import ChatRequest
@@ -76,13 +79,9 @@ from agentguard.trace.tally import MarkerIds
 
 logger = logging.getLogger(__name__)
 logging.getLogger("agentguard").addHandler(logging.NullHandler())  # in somebody else's program our lines are theirs to show
-_OVERFLOW = re.compile(
-    r"maximum context length|context length exceeded|context_length_exceeded|longer than the maximum model length"
-    r"|exceeds? (?:the )?(?:available )?(?:model'?s? )?(?:maximum )?context|max(?:imum)? model length|prompt is too long",
-    re.IGNORECASE,
-)
-"""A prompt too long, in the words of vLLM, SGLang, llama.cpp and others."""
 _RECORDS = msgspec.json.Decoder(Record)
+REFUSED = (400, 404, 413, 422)
+"""An engine's word that the request itself is wrong: to ask the same again brings nothing."""
 _DATA = re.compile(r"data:[\w/+.-]+;base64,[\w+/=]+")
 
 
@@ -114,6 +113,8 @@ class Guard:
         ledger: Ledger | None = None, books: Books | None = None,
     ) -> None:  # fmt: skip
         self._pool = pool_of(engine)
+        self._pool.serve(info)
+        self._pool.listener = self
         self.engine = engine
         self.books = books or Books(MemorySessions(policy.max_sessions))
         self.policy = policy
@@ -134,6 +135,7 @@ class Guard:
         self.ledger = ledger or ledger_of(policy, on_event=hub.publish)
         self._classes = Classes()
         self._ids = ids
+        self._ids_at = time.monotonic() + MISSING_S
 
     @classmethod
     async def open(
@@ -157,13 +159,49 @@ class Guard:
 
     def engines(self) -> dict[str, str]:
         """The engines by name, with why one is away, "" for one that is not."""
-        return {engine.name: self._pool.away.get(engine.name, "") for engine in self._pool.engines}
+        return {engine.name: str(self._pool.away.get(engine.name, "")) for engine in self._pool.engines}
+
+    def away(self) -> dict[str, str]:
+        """Why engines are away, for everybody: without their addresses."""
+        return {
+            name: str(error) if isinstance(error, OtherModelError) else "does not answer"
+            for name, error in self._pool.away.items()
+        }  # fmt: skip
+
+    def engine_away(self, engine: Engine, error: EngineDiedError) -> None:
+        """Told by the pool: to everybody who listens, and that others are left."""
+        self.died = EngineDied(t=time.time(), engine=engine.name, reason=str(error))
+        self.hub.publish(self.died)
+        if self._pool.healthy:
+            self._ready_again()
+
+    async def engine_back(self, engine: Engine) -> None:
+        """Told by the pool: what engines serve now is what steps that begin go by."""
+        info = self._pool.serves
+        if info != self.info:
+            logger.warning("window_changed", extra={"engine": engine.name, "window": info.max_model_len})
+            for session in self.sessions:
+                session.overflowed.clear()  # what did not fit may fit now
+            self.info = info
+        self._ready_again()
+        self._ids_at = 0.0
+        await self._learn_ids(engine)
+
+    async def _learn_ids(self, engine: Engine) -> None:
+        """Ask again for marker ids that the server could not tell: its route may have been missing for a moment."""
+        if self._ids is None and time.monotonic() >= self._ids_at:
+            self._ids_at = time.monotonic() + MISSING_S
+            self._ids = await _marker_ids(engine, self.family)
+
+    def _ready_again(self) -> None:
+        self.died = None
+        self.hub.publish(self.ready())
 
     def ready(self) -> EngineReady:
         """The event that tells a reader of the model, its window in tokens and the cutoff's band."""
         cutoff = self.policy.cutoff
         return EngineReady(
-            t=time.time(), engine=self.engine.name, model=self.info.model, max_model_len=self.info.max_model_len,
+            t=time.time(), engine=self._pool.first.name, model=self.info.model, max_model_len=self.info.max_model_len,
             f_min=cutoff.f_min if cutoff.mode == "adaptive" else cutoff.f_max, f_max=cutoff.f_max,
         )  # fmt: skip
 
@@ -236,21 +274,28 @@ class Guard:
             raise ConfigError("model", request.model, f"this gateway serves {self.info.model!r}; ask for that, or leave it out")
         asked = self._asked_rule(request)
         session = self.sessions.get(identity)
-        if session.overflowed and _digest(body) in session.overflowed:
+        if session.overflowed and self._digest(body) in session.overflowed:
             raise ContextLengthError(None, self.info.max_model_len)
         failed: list[str] = []
+        fit = Fit()
         while True:
             engine = self._pool.choose(str(identity), failed)
             assert engine is not None
             told = False
             try:
-                async with aclosing(self._step(engine, body, request, identity, asked, route, side, reply)) as chunks:
+                if engine.name in self._pool.away:
+                    await self._pool.look(engine)
+                async with aclosing(self._step(engine, body, request, identity, asked, route, side, reply, fit)) as chunks:
                     async for chunk in chunks:
                         told = True
                         yield chunk
                 return
+            except LimitTooLargeError as refused:
+                fit = refused.fit
+                logger.info("limit_lowered", extra={"session": str(identity), "engine": engine.name, "max_tokens": fit.most})
             except EngineDiedError as error:
-                self._pool.failed(engine, error)
+                if engine.name not in self._pool.away:
+                    self._pool.failed(engine, EngineDiedError(without_content(str(error), body)))
                 failed.append(engine.name)
                 # in the middle of a stream another engine would go on with other words, so the client is told and may ask again
                 if told or self._pool.choose(str(identity), failed) is None:
@@ -259,21 +304,30 @@ class Guard:
 
     async def _step(
         self, engine: Engine, body: Mapping[str, Any], request: ChatRequest, identity: Identity, asked: str, route: str, side: bool,
-        reply: Reply,
+        reply: Reply, fit: Fit,
     ) -> Stream:  # fmt: skip
-        """One step on one engine: what it may use is reserved once its prompt is measured, and settled when it has ended."""
+        """One step on one engine: what it may use is reserved once its prompt is measured, and settled when it has ended.
+
+        An attempt that the engine fails before its first chunk is no step: its reservation is undone, and its event tells why.
+
+        ``fit``: what a refusal has told of the request's size. Raises LimitTooLargeError for a limit that has to be lower.
+        """
         prompt = await engine.tokenize_chat({"model": self.info.model, **body})
-        exact = prompt is not None
-        length = len(prompt) if prompt is not None else self._estimate(body, engine)
+        exact = prompt is not None or fit.prompt is not None
+        if prompt is not None:
+            await self._learn_ids(engine)
+        length = fit.prompt or (len(prompt) if prompt is not None else self._estimate(body, engine))
         try:
             want = self._want(request, length, exact=exact)
         except ContextLengthError:
-            self.sessions.get(identity).remember_overflow(_digest(body))
+            self.sessions.get(identity).remember_overflow(self._digest(body))
             raise
+        want = want if fit.most is None else min(want, fit.most)
         request_id = uuid.uuid4().hex
         session, number, granted, account = await self._reserve(identity, request_id, want, reply)
         event: StepFinished | None = None
-        overflow = fingerprint = ""
+        fingerprint = ""
+        undone = refused = False
         try:
             budget, moved = request.budget
             kind = kind_of(request.messages, number)
@@ -315,29 +369,32 @@ class Guard:
             )  # fmt: skip
             self._publish(self.begun[request_id], reply)
             reply.think_cap = cap.think_cap
-            error = CANCELLED
+            error, began = CANCELLED, False
             try:
                 async with aclosing(step.run()) as chunks:
                     async for chunk in chunks:
+                        began = True
                         reply.closed, reply.notes = step.closed or "", read.notes
                         reply.think, reply.answer = read.tally.think, read.tally.answer
                         reply.think_cap = step.controller.cap.think_cap
                         yield chunk
                 error, self.died = "", None
-                self._pool.answered(engine)
             except EngineRequestError as failure:
                 error = without_content(str(failure), body)
-                if failure.status in (400, 413) and _OVERFLOW.search(str(failure)):
+                undone = not began and not read.tally.total
+                refused = undone and failure.status in REFUSED
+                if undone and is_overflow(failure):
+                    lower = self._refit(failure, fit, upstream)
+                    refused = lower is None
+                    if lower is not None:
+                        raise LimitTooLargeError(failure, lower) from failure
                     # agents act on the code, and few know every server's own words for it (earendil-works/pi#5930)
-                    overflow = _digest(body)
-                    session.remember_overflow(overflow)
-                    raise ContextLengthError(None if prompt is None else length, self.info.max_model_len) from failure
+                    session.remember_overflow(self._digest(body))
+                    raise self._too_long(failure, None if prompt is None else length) from failure
                 raise
             except AgentGuardError as failure:
                 error = without_content(str(failure), body)
-                if isinstance(failure, EngineDiedError) and self.died is None:
-                    self.died = EngineDied(t=time.time(), engine=engine.name, reason=error)
-                    self.hub.publish(self.died)
+                undone = isinstance(failure, EngineError) and not began and not read.tally.total
                 raise
             except Exception as failure:
                 error = without_content(f"internal: {failure!r}", body)
@@ -354,7 +411,10 @@ class Guard:
                     ttlt_s=time.perf_counter() - started, error=error, arm=assigned.arm, workload=assigned.workload,
                     notes=list(read.notes), reported_think=read.reported_think, agent=identity.agent,
                 )  # fmt: skip
-                session.add(event, fingerprint, side=side, agent=identity.agent)
+                if undone:
+                    session.undo(refused=refused)
+                else:
+                    session.add(event, fingerprint, side=side, agent=identity.agent)
                 self._publish(event, reply)
                 self._alarm(reply, session, number)
                 try:
@@ -362,7 +422,7 @@ class Guard:
                 except Exception as failure:  # counting must never break a client's stream
                     logger.error("economics_failed", extra={"request": request_id, "error": loggable(failure)})
         finally:
-            await self._settle(session, account, event, fingerprint, side=side, overflow=overflow)
+            await self._settle(session, account, None if undone else event, fingerprint, side=side)
 
     async def _reserve(self, identity: Identity, request_id: str, want: int, reply: Reply) -> tuple[Session, int, int, str]:
         """The step's session as the store knows it, its number, the tokens it may generate, and its name in the account.
@@ -419,33 +479,31 @@ class Guard:
         session.think_tokens, session.closes, session.raised = meters.think, meters.closes, dict(meters.raised)
         return session
 
-    async def _settle(
-        self, session: Session, account: str, event: StepFinished | None, fingerprint: str, *, side: bool, overflow: str
-    ) -> None:
-        """Queue the step's settlement, and wait a moment for it: whoever asks next, here or elsewhere, finds it."""
-        key = _key(session.identity)
-        if event is None:  # it never reached the engine
-            self.books.post(key, Settlement(account, undo=True))
-            return
-        record = msgspec.json.encode(session.record(event, fingerprint, side=side, overflow=overflow)).decode()
-        settlement = Settlement(account, event.tokens, event.think_tokens, int(bool(event.closed)), record)
-        done = self.books.post(key, settlement, session.recorded)
+    async def _settle(self, session: Session, account: str, event: StepFinished | None, fingerprint: str, *, side: bool) -> None:
+        """Queue the step's settlement, and wait a moment for it: whoever asks next, here or elsewhere, finds it.
+
+        ``event``: None for an attempt that is no step."""
+        if event is None:
+            done = self.books.post(_key(session.identity), Settlement(account, undo=True))
+        else:
+            record = msgspec.json.encode(session.record(event, fingerprint, side=side)).decode()
+            settlement = Settlement(account, event.tokens, event.think_tokens, int(bool(event.closed)), record)
+            done = self.books.post(_key(session.identity), settlement, session.recorded)
         if not done.is_set() and not self.books.away:
             try:
                 async with asyncio.timeout(SETTLED_S):
                     await done.wait()
             except TimeoutError:
-                told = {"session": str(session.identity), "request": event.request}
-                logger.warning("settlement_late", extra=told)
+                logger.warning("settlement_late", extra={"session": str(session.identity), "account": account})
 
     def _upstream(
         self, engine: Engine, request: ChatRequest, cap: Cap, xargs: dict[str, Any], *, exact: bool, limited: bool
     ) -> dict[str, Any]:
         """The body for the engine: the client's own, with the step's limits in the form this server knows."""
         body = request.forwarded() | {"model": self.info.model, "return_token_ids": True, "include_reasoning": True}
-        # where the prompt's length is an estimate the client's own limit goes up, or the server's
+        # without a limit of anybody's a server knows better than our estimate what is left
         if exact or request.limit is not None or limited:
-            body["max_tokens"] = cap.budget if exact or limited else request.limit
+            body["max_tokens"] = cap.budget
         closes = cap.bound_by is not Term.OFF
         if closes and engine.facts.plugin:
             xargs = xargs | {"ag_think_tokens": cap.think_cap}
@@ -457,10 +515,30 @@ class Guard:
         """What the step may generate at most. Raises ContextLengthError for a prompt that leaves no room for an answer."""
         cutoff, window = self.policy.cutoff, self.info.max_model_len
         room = window - prompt - cutoff.margin
-        # an answer must fit, or the step would end without one; a window that is small itself asks for less
-        if exact and room < min(cutoff.answer_floor, window // 8):
+        if exact and room < self._least:
             raise ContextLengthError(prompt, window, max(0, room))
         return step_budget(cutoff, window=window, prompt=self._believed(prompt, exact=exact), limit=request.limit)
+
+    @property
+    def _least(self) -> int:
+        """An answer must fit, or the step would end without one; a window that is small itself asks for less."""
+        return min(self.policy.cutoff.answer_floor, self.info.max_model_len // 8)
+
+    def _refit(self, refused: EngineRequestError, fit: Fit, upstream: Mapping[str, Any]) -> Fit | None:
+        return refit(
+            str(refused), fit, window=self.info.max_model_len, sent=upstream.get("max_tokens"), least=self._least,
+            margin=self.policy.cutoff.margin,
+        )  # fmt: skip
+
+    def _too_long(self, refused: EngineRequestError, prompt: int | None) -> ContextLengthError:
+        """With the prompt's tokens as the server has counted them, or else we."""
+        told = prompt_told(str(refused))
+        known = prompt if told is None else told
+        window = self.info.max_model_len
+        return ContextLengthError(known, window, 0 if known is None else max(0, window - known - self.policy.cutoff.margin))
+
+    def _digest(self, body: Mapping[str, Any]) -> str:
+        return digest(body, self.info.model, self.info.max_model_len)
 
     def _cap(self, granted: int, budget: int | None, session: Session, prompt: int, workload: str, *, exact: bool) -> Cap:
         return think_cap(
@@ -544,12 +622,6 @@ def economics_of(ledger: Ledger, reply: Reply) -> EconomicsReport:
     """The economics of the class of the step that ended last, as they stand now."""
     workload = next((event.workload for event in reversed(reply.events) if isinstance(event, StepFinished)), "")
     return EconomicsReport(t=time.time(), rows=arm_reports(class_report(ledger, workload)))
-
-
-def _digest(body: Mapping[str, Any]) -> str:
-    """Equal for requests with the same prompt and limit."""
-    asked = {k: body.get(k) for k in ("messages", "tools", "max_tokens", "max_completion_tokens")}
-    return hashlib.sha256(json.dumps(asked, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 async def _marker_ids(engine: Engine, family: Family) -> MarkerIds | None:

@@ -142,7 +142,8 @@ class SessionLimits(_Model):
     tokens: int | None = Field(None, ge=1)
     """Generated tokens of a session; None for no limit."""
     no_progress: int | None = Field(8, ge=2)
-    """Steps in a row that were cut for a loop, ended without an answer or repeated a request before the alarm; None: never."""
+    """Steps in a row that were cut for a loop, ended without an answer, repeated a request or asked what the engine refuses, before
+    the alarm; None: never."""
     stop_without_progress: bool = False
     """Refuse further steps after that alarm."""
     soft: float = Field(0.8, gt=0, le=1)

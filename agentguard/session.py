@@ -35,21 +35,21 @@ class Alarm:
 class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a session remembers of a step, for other workers and for this one after a restart. No content.
 
-    step: None for an operator's word that the session may go on; overflow: the digest of a request that did not fit; sums: class,
-    arm, moves, steps and sums of the session's own sums as they are after the step.
+    step: None for an operator's word that the session may go on; sums: class, arm, moves, steps and sums of the session's own sums
+    as they are after the step.
     """
 
     step: StepFinished | None = None
     fingerprint: str = ""
     side: bool = False
     tools: bool = False
-    overflow: str = ""
     sums: tuple[str, str, int, int, dict[str, float]] | None = None
 
 
 @dataclass(slots=True)
 class Session:
-    """One agent's whole run. Steps count from 1; failed steps keep their number."""
+    """One agent's whole run. Steps count from 1. A step that failed after its first chunk keeps its number; an attempt that failed
+    before it is no step, and leaves its number to the next."""
 
     identity: Identity
     steps_started: int = 0
@@ -73,7 +73,8 @@ class Session:
     """Limits an operator has raised: meter and new limit."""
     warned: set[tuple[str, bool]] = field(default_factory=set)
     overflowed: OrderedDict[str, None] = field(default_factory=OrderedDict)
-    """Digests of requests that did not fit into the window; the latest 16."""
+    """Digests of requests that did not fit into the window; the latest 16. No store keeps them: to ask once more costs little, and
+    a memory that outlives its window would refuse what fits into the next."""
     born: str = ""
     """Which account of the store this is; a session that was forgotten begins another."""
     seq: int = 0
@@ -91,20 +92,18 @@ class Session:
             return
         self.add(step, record.fingerprint, side=record.side, agent=step.agent)
         self.used_tools |= record.tools
-        if record.overflow:
-            self.remember_overflow(record.overflow)
         if record.sums is not None:
             workload, arm, moves, steps, sums = record.sums
             self.sums[workload, arm] = SessionSums(steps, dict(sums), moves)
 
-    def record(self, step: StepFinished, fingerprint: str, *, side: bool, overflow: str = "") -> Record:
+    def record(self, step: StepFinished, fingerprint: str, *, side: bool) -> Record:
         """The record of a step that was added."""
         self.own[step.request] = None
         while len(self.own) > 2 * self.kept:
             self.own.popitem(last=False)
         known = self.sums.get((step.workload, step.arm))
         sums = None if known is None else (step.workload, step.arm, known.moves, known.steps, known.sums)
-        return Record(step=step, fingerprint=fingerprint, side=side, tools=self.used_tools, overflow=overflow, sums=sums)
+        return Record(step=step, fingerprint=fingerprint, side=side, tools=self.used_tools, sums=sums)
 
     def recorded(self, seq: int) -> None:
         """The store keeps this worker's latest record under this number; what lies between is other workers'."""
@@ -134,6 +133,12 @@ class Session:
             self.cut[fingerprint] = self.cut.pop(fingerprint, 0) + 1
             while len(self.cut) > 16:
                 self.cut.popitem(last=False)
+
+    def undo(self, *, refused: bool) -> None:
+        """An attempt ended before the engine gave anything, so it was no step. ``refused``: because of what was asked, and to ask
+        the same again brings nothing."""
+        self.steps_started = max(0, self.steps_started - 1)
+        self.idle += refused
 
     def alarms(self, limits: SessionLimits) -> list[Alarm]:
         """Every meter at or above its soft limit. A session that was only guessed is warned about and not stopped."""

@@ -77,6 +77,7 @@ class Script:
     refuses: tuple[str, ...] = ()
     tokenizes: bool = True
     carrier: str = ""
+    model: str = "scripted"
     renders: Callable[[dict[str, Any]], list[int]] | None = None
     window: int | None = 1000
     budget: int | None = None
@@ -97,7 +98,7 @@ def application(script: Script) -> Starlette:
     """The upstream's app."""
 
     async def models(_: Request) -> Response:
-        return JSONResponse({"data": [{"id": "scripted", **({"max_model_len": script.window} if script.window else {})}]})
+        return JSONResponse({"data": [{"id": script.model, **({"max_model_len": script.window} if script.window else {})}]})
 
     async def tokenize(request: Request) -> Response:
         if not script.tokenizes:
@@ -177,8 +178,8 @@ def application(script: Script) -> Starlette:
 
 
 @asynccontextmanager
-async def upstream(script: Script) -> AsyncIterator[str]:
-    config = uvicorn.Config(application(script), host="127.0.0.1", port=0, log_level="critical", lifespan="off")
+async def upstream(script: Script, port: int = 0) -> AsyncIterator[str]:
+    config = uvicorn.Config(application(script), host="127.0.0.1", port=port, log_level="critical", lifespan="off")
     server = uvicorn.Server(config)
     server.capture_signals = _no_signals  # type: ignore[method-assign, assignment]
     task = asyncio.create_task(server.serve())

@@ -8,6 +8,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 from agentguard.engines.base import EngineInfo, Standing, Stream
@@ -24,18 +26,28 @@ BESIDE = (
 OWNER = "agentguard"
 
 
+@dataclass(slots=True)
+class Kind:
+    """What one call is answered with: the class of its chat chunks, None before the first."""
+
+    chunk: type | None = None
+
+
+CALL: ContextVar[Kind | None] = ContextVar("agentguard_call", default=None)
+"""Of the call that runs, set by whoever has to give its caller the same classes. It is the call's and not the engine's: calls run
+side by side, and a function may answer each with another class."""
+
+
 class FunctionEngine:
     """A function ``await create(model=…, messages=…, stream=True, …)`` that gives chunks in OpenAI's shape, such as
     `litellm.acompletion`. It cannot tokenize, so counts are estimates until the server tells its usage.
 
-    ``model`` is what it is called with, ``window`` the context window in tokens. ``chunk_type`` is the class of its chunks,
-    None before the first.
+    ``model`` is what it is called with, ``window`` the context window in tokens. `CALL` is told the class of a call's chunks.
     """
 
     def __init__(self, create: Callable[..., Awaitable[Any]], model: str, window: int | None) -> None:
         self.name = getattr(create, "__name__", type(create).__name__)
         self.facts = Facts(tokenize=False, metrics=False)
-        self.chunk_type: type | None = None
         self._create = create
         self._model = model
         self._window = window
@@ -55,7 +67,8 @@ class FunctionEngine:
     async def chat(self, body: Mapping[str, Any], request_id: str, session: str) -> Stream:
         request = {**body, "stream": True, "stream_options": {"include_usage": True}}
         headers = {"X-Request-Id": request_id, "X-Session-ID": session}
-        async for chunk in self._forgiving(self._create, self._known, request, headers):
+        # asked for here, in the caller's own context: what follows may be read in another task
+        async for chunk in self._forgiving(self._create, self._known, request, headers, CALL.get()):
             yield chunk
 
     async def complete(self, prompt: Sequence[int], body: Mapping[str, Any], request_id: str) -> Stream:
@@ -75,14 +88,16 @@ class FunctionEngine:
         """Nothing: the client is its owner's."""
 
     async def _forgiving(
-        self, create: Callable[..., Awaitable[Any]], known: set[str] | None, request: dict[str, Any], headers: dict[str, str]
-    ) -> Stream:
-        """Chunks; a server that refuses fields of the guard's own is asked again without them, and remembered."""
+        self, create: Callable[..., Awaitable[Any]], known: set[str] | None, request: dict[str, Any], headers: dict[str, str],
+        kind: Kind | None = None,
+    ) -> Stream:  # fmt: skip
+        """Chunks, their class told to ``kind``; a server that refuses fields of the guard's own is asked again without them, and
+        remembered."""
         tried: list[str] = []
         while True:
             request = {k: v for k, v in request.items() if k not in self.facts.dropped and k not in tried}
             try:
-                async for chunk in self._chunks(create, _arguments(request, known, headers)):
+                async for chunk in self._chunks(create, _arguments(request, known, headers), kind):
                     if tried:
                         self.facts.learn_refused(tried)
                         tried = []
@@ -94,7 +109,7 @@ class FunctionEngine:
                     raise
                 tried += refused
 
-    async def _chunks(self, create: Callable[..., Awaitable[Any]], arguments: dict[str, Any]) -> Stream:
+    async def _chunks(self, create: Callable[..., Awaitable[Any]], arguments: dict[str, Any], kind: Kind | None) -> Stream:
         with_errors = _named_errors(self.name)
         async with with_errors:
             stream = await create(**arguments)
@@ -104,7 +119,8 @@ class FunctionEngine:
             shape = Chunks()
             async with _named_errors(self.name):
                 async for chunk in stream:
-                    self.chunk_type = type(chunk)
+                    if kind is not None:
+                        kind.chunk = type(chunk)
                     yield shape.take(dict(chunk) if isinstance(chunk, Mapping) else chunk.model_dump(exclude_unset=True))
         finally:
             await _close(stream)
@@ -166,12 +182,8 @@ class ClientEngine(FunctionEngine):
     async def complete(self, prompt: Sequence[int], body: Mapping[str, Any], request_id: str) -> Stream:
         request = {**body, "prompt": list(prompt), "stream": True, "stream_options": {"include_usage": True}}
         headers = {"X-Request-Id": request_id}
-        chat_chunks = self.chunk_type
-        try:
-            async for chunk in self._forgiving(self._client.completions.create, self._known_text, request, headers):
-                yield chunk
-        finally:
-            self.chunk_type = chat_chunks
+        async for chunk in self._forgiving(self._client.completions.create, self._known_text, request, headers):
+            yield chunk
 
     async def set_think_tokens(self, request_id: str, tokens: int) -> Standing | None:
         if not self.facts.plugin:

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from agentguard.economics.ledger import ledger_of
-from agentguard.engines.called import ClientEngine, FunctionEngine
+from agentguard.engines.called import CALL, ClientEngine, FunctionEngine, Kind
 from agentguard.errors import ConfigError, EngineError
 from agentguard.identity import Guesses, identify
 from agentguard.middleware import Guard
@@ -75,11 +75,11 @@ class _Guards:
         self._engine = engine
         self._policy = policy
         self._hub = hub or Hub()
-        self._guards: dict[str, tuple[Guard, FunctionEngine]] = {}
+        self._guards: dict[str, Guard] = {}
         self._opening = asyncio.Lock()
         self._guesses = Guesses()
 
-    async def of(self, model: Any) -> tuple[Guard, FunctionEngine]:
+    async def of(self, model: Any) -> Guard:
         if not isinstance(model, str) or not model:
             raise ConfigError("model", model, "name the model to be called")
         async with self._opening:
@@ -89,8 +89,7 @@ class _Guards:
                 engine = self._engine(model)
                 policy = Policy(model=model) if self._policy is None else self._policy.model_copy(update={"model": model})
                 ledger = await asyncio.to_thread(ledger_of, policy, on_event=self._hub.publish)
-                guard = await Guard.open(engine, policy, self._hub, ledger=ledger)
-                self._guards[model] = guard, engine
+                self._guards[model] = await Guard.open(engine, policy, self._hub, ledger=ledger)
         return self._guards[model]
 
     async def call(self, arguments: dict[str, Any]) -> Any:
@@ -98,34 +97,38 @@ class _Guards:
         given = {k: _plain(v) for k, v in arguments.items() if type(v).__name__ not in ("NotGiven", "Omit")}
         # the guard reads what came in extra_body like the rest; the engine puts it back there
         body = given | dict(given.get("extra_body") or {})
+        kind = Kind()
+        calling = CALL.set(kind)
         try:
-            guard, engine = await self.of(body.get("model"))
+            guard = await self.of(body.get("model"))
             who = identify({k.lower(): v for k, v in (given.get("extra_headers") or {}).items()}, body)
             chunks = guard.stream(body, self._guesses.place(who, body))
             if body.get("stream"):
                 usage = bool((body.get("stream_options") or {}).get("include_usage"))
                 # the first chunk is awaited here, so that a refused call raises here, as the client's would
                 first = await anext(chunks)
-                return WrappedStream(first, chunks, engine, usage)
-            return _whole(await collect(chunks), engine.chunk_type)
+                return WrappedStream(first, chunks, kind, usage)
+            return _whole(await collect(chunks), kind.chunk)
         except EngineError as error:
             raise _original(error) from None
+        finally:
+            CALL.reset(calling)
 
 
 class WrappedStream:
     """A guarded stream: ``async for chunk in stream``; `close` ends the step."""
 
-    def __init__(self, first: Chunk, rest: Stream, engine: FunctionEngine, usage: bool) -> None:
+    def __init__(self, first: Chunk, rest: Stream, kind: Kind, usage: bool) -> None:
         self._chunks = rest
-        self._events = self._read(first, engine, usage)
+        self._events = self._read(first, kind, usage)
 
-    async def _read(self, first: Chunk, engine: FunctionEngine, usage: bool) -> AsyncGenerator[Any, None]:
+    async def _read(self, first: Chunk, kind: Kind, usage: bool) -> AsyncGenerator[Any, None]:
         async with aclosing(self._chunks) as chunks:
             try:
-                yield _piece(first, engine.chunk_type)
+                yield _piece(first, kind.chunk)
                 async for chunk in chunks:
                     if chunk.get("choices") or usage:
-                        yield _piece(chunk, engine.chunk_type)
+                        yield _piece(chunk, kind.chunk)
             except EngineError as error:
                 raise _original(error) from None
 

@@ -18,7 +18,7 @@ from agentguard.sdk.local import LocalBackend
 from agentguard.sdk.middleware import Handle, Middleware, validated
 from agentguard.sdk.remote import RemoteBackend, client_of
 from agentguard.sdk.request import StepRequest
-from agentguard.sdk.retries import RetryBusy
+from agentguard.sdk.retries import RETRIES, RETRY_S, RetryBusy
 from agentguard.sdk.session import Session
 
 if TYPE_CHECKING:
@@ -92,7 +92,8 @@ class Connection:
 async def connect(
     target: str | Path | Policy | Mapping[str, Any] | Engine, *, policy: Policy | Mapping[str, Any] | None = None,
     in_process: bool = False, api_key: str | None = None, operator_key: str | None = None,
-    middleware: Sequence[Middleware | Handle] = (), retries: int = 2, timeout_s: float | None = None, buffer: int = 64,
+    middleware: Sequence[Middleware | Handle] = (), retries: int = RETRIES, retry_s: float = RETRY_S,
+    timeout_s: float | None = None, buffer: int = 64,
     connect_timeout_s: float = 30.0, read_timeout_s: float = 300.0, hub: Hub | None = None,
 ) -> AsyncIterator[Connection]:  # fmt: skip
     """Connect to a guard: ``async with connect(target) as guard``.
@@ -106,8 +107,9 @@ async def connect(
     - an object that is an `agentguard.engines.base.Engine`, which stays the caller's to close.
 
     ``middleware``: the chain around each step, outermost first (agentguard.sdk.middleware). ``retries``: how often a step is tried
-    again that found the engine gone or busy. ``timeout_s``: seconds a step may take, None for no limit. ``buffer``: events a stream
-    reads ahead of its consumer. ``connect_timeout_s``, ``read_timeout_s``: seconds to connect, and of silence in a stream.
+    again that found the engine gone or busy, within ``retry_s`` seconds (agentguard.sdk.retries.RetryBusy). ``timeout_s``: seconds
+    a step may take, None for no limit. ``buffer``: events a stream reads ahead of its consumer. ``connect_timeout_s``,
+    ``read_timeout_s``: seconds to connect, and of silence in a stream.
     ``api_key``: what the gateway or server asks for; ``operator_key``: for `close_now` and `raise_limit` at a gateway that has one.
     ``hub`` (agentguard.telemetry.hub.Hub) gets the events of a guard in this process.
 
@@ -116,7 +118,7 @@ async def connect(
     """
     if buffer < 1:
         raise ConfigError("buffer", buffer, "at least 1 event")
-    handles = (*validated(middleware), RetryBusy(retries).handle)
+    handles = (*validated(middleware), RetryBusy(retries, within_s=retry_s).handle)
     async with AsyncExitStack() as stack:
         url = _url(target)
         if url:

@@ -237,6 +237,7 @@ def refusal(status: int, text: str, retry_after: str | None = None) -> AgentGuar
         error: AgentGuardError = kind.__new__(kind, message)  # its message is whole, and its parts are not sent
         if isinstance(error, ConfigError):
             error.field, error.value, error.remedy = str(told.get("param", "")), None, message
+        error.retry_after = retry_after
         return error
     return EngineRequestError(status, message, retry_after)
 

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
+import time
 from collections.abc import Callable, Collection
 from contextlib import aclosing
+from email.utils import parsedate_to_datetime
 
-from agentguard.errors import ConfigError, EngineDiedError, EngineRequestError, SessionBusyError, nearest
+from agentguard.errors import AgentGuardError, ConfigError, EngineDiedError, EngineRequestError, SessionBusyError, nearest
 from agentguard.events import Note
 from agentguard.sdk.events import Retried, StepSummary
 from agentguard.sdk.middleware import CallNext, Events, Middleware
 from agentguard.sdk.request import StepRequest
+from agentguard.store import StoreError
 from agentguard.trace.cutoff import CloseReason
 
 EMPTY = "empty"
 """A step without an answer, in `RetryCuts`' ``reasons``."""
 BUSY = (429, 502, 503, 504)
-LONGEST_S = 30.0
+LONGEST_S = 10.0
+"""Of the waits nobody has asked for."""
+RETRIES, RETRY_S = 10, 90.0
+"""What is tried by default: engines here come back after 15 to 45 s."""
 
 
 def differently(request: StepRequest, summary: StepSummary) -> StepRequest | None:
@@ -84,18 +91,26 @@ class RetryBusy(Middleware):
     """Wait and try again where the engine is gone, restarting or overloaded, or the session's running steps hold what its limit
     leaves, as long as nothing of the step was told.
 
-    ``attempts``: how often at most; the waits are 0.5, 1, 2 … seconds times a random 0.5 to 1, or what the server asks for, and
-    30 s at most. A session at its limit is not tried again: that waits for a person.
+    ``attempts``: how often at most; ``within_s``: seconds from the first try to the last one's beginning. The waits are what the
+    server asks for with Retry-After, else 0.5, 1, 2 … and 10 s at most, each times a random 0.5 to 1. A server that asks for more
+    than is left is taken at its word: the error is raised at once, with its ``retry_after``. By default ten more tries are made
+    within 90 seconds; the shortest they can take is 32 s, so an engine that restarts is waited for. A session at its limit is not
+    tried again: that waits for a person. Raises ConfigError at construction.
     """
 
-    def __init__(self, attempts: int = 2, *, first_s: float = 0.5) -> None:
+    def __init__(self, attempts: int = RETRIES, *, within_s: float = RETRY_S, first_s: float = 0.5) -> None:
         if attempts < 0:
             raise ConfigError("retries", attempts, "0 for none, or how often a step is tried again")
+        if not 0 <= within_s < math.inf:
+            raise ConfigError("retry_s", within_s, "seconds within which a step is tried again, a finite number")
         self._attempts = attempts
+        self._within_s = within_s
         self._first_s = first_s
 
     async def handle(self, request: StepRequest, call_next: CallNext) -> Events:
         """Pass events on; begin again after a failure before the first."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
         for attempt in range(self._attempts + 1):
             told = False
             try:
@@ -104,18 +119,35 @@ class RetryBusy(Middleware):
                         told = True
                         yield event
                 return
-            except (EngineDiedError, EngineRequestError, SessionBusyError) as error:
+            except (EngineDiedError, EngineRequestError, SessionBusyError, StoreError) as error:
                 if told or attempt == self._attempts or not _passes(error):
                     raise
-                wait = _asked_wait(error) or self._first_s * 2**attempt * random.uniform(0.5, 1.0)  # noqa: S311  # nosec B311  # jitter
-            await asyncio.sleep(min(wait, LONGEST_S))
+                wait = asked_wait(error.retry_after, time.time())
+                if wait is None:
+                    wait = own_wait(attempt, self._first_s) * random.uniform(0.5, 1.0)  # noqa: S311  # nosec B311  # jitter
+                if loop.time() - began + wait > self._within_s:
+                    raise
+            await asyncio.sleep(wait)
 
 
-def _passes(error: EngineDiedError | EngineRequestError | SessionBusyError) -> bool:
+def own_wait(attempt: int, first_s: float) -> float:
+    """Seconds to wait at most behind the try of that number, from 0, where the server asks for nothing."""
+    return min(LONGEST_S, first_s * 2.0 ** min(attempt, 60))
+
+
+def asked_wait(retry_after: str | None, now: float) -> float | None:
+    """Seconds that a Retry-After asks to wait: a number of them, or a date (RFC 9110, 10.2.3) seen from the wall clock's ``now``.
+    None for none and for what is neither."""
+    text = (retry_after or "").strip()
+    if text.replace(".", "", 1).isdecimal():
+        return float(text)
+    try:
+        return max(0.0, parsedate_to_datetime(text).timestamp() - now)
+    except (ValueError, OverflowError):
+        return None
+
+
+def _passes(error: AgentGuardError) -> bool:
+    if isinstance(error, StoreError):
+        return error.retry_after is not None  # a gateway's word that its store comes back; our own is for a person to repair
     return not isinstance(error, EngineRequestError) or error.status in BUSY
-
-
-def _asked_wait(error: Exception) -> float | None:
-    """Seconds the server asks to wait; a date is not read."""
-    text = getattr(error, "retry_after", None) or ""
-    return float(text) if text.replace(".", "", 1).isdigit() else None

@@ -15,7 +15,7 @@ import agentguard
 from agentguard import ConfigError
 from agentguard.events import Event, StepFinished, TraceClosed
 from agentguard.telemetry.hub import Hub
-from tests.scripted import STOP, USAGE, A, B, Script, chunk, text_chunk, thinking, upstream
+from tests.scripted import END, STOP, USAGE, A, B, Script, chunk, text_chunk, thinking, upstream
 from tests.sdk.conftest import ASK, THINKS_AND_ANSWERS, until
 
 
@@ -191,6 +191,72 @@ async def test_a_function_of_litellms_shape() -> None:
         with pytest.raises(ConfigError, match="give it in tokens"):
             await agentguard.wrap(acompletion)(model="scripted", messages=ASK)
     await until(lambda: script.streaming == 0)
+
+
+async def test_streams_side_by_side_keep_their_own_class_while_traces_are_cut_and_continued() -> None:
+    """A cut trace goes on at the completions route, whose chunks are of another class: its own caller does not see that, nor does
+    anybody else's stream of the same client."""
+    runaway = thinking(200, size=2)
+
+    def chat(body: dict[str, Any]) -> Any:
+        if body["messages"][0]["content"] == "plain":  # slow enough to run while the others are continued
+            return [chunk([A, END], reasoning="a"), *(piece for _ in range(12) for piece in (chunk([B], content="b"), 0.02)),
+                    chunk([STOP], finish="stop"), USAGE]  # fmt: skip
+        return [chunk([], role="assistant"), *runaway]
+
+    def complete(_: dict[str, Any]) -> Any:
+        return [text_chunk([B], "an"), 0.05, text_chunk([B], "sw"), 0.05, text_chunk([B, STOP], "er", "stop"), USAGE]
+
+    script = Script(chat=chat, complete=complete)
+    async with client_at(script, policy={"cutoff": {"loops": False}}) as (_, guarded, events):
+
+        async def read(word: str) -> str:
+            said = ""
+            async with await guarded.chat.completions.create(
+                model="scripted", messages=[{"role": "user", "content": word}], max_tokens=100, stream=True
+            ) as stream:
+                async for one in stream:
+                    assert type(one) is ChatCompletionChunk
+                    said += one.choices[0].delta.content or ""  # a caller's own loop: a dict here would break it
+            return said
+
+        words = ["plain", *(f"cut {n}" for n in range(4)), "plain"]
+        said = await asyncio.gather(*(read(word) for word in words))
+        assert said == ["b" * 12, *["answer"] * 4, "b" * 12]
+        whole = await guarded.chat.completions.create(model="scripted", messages=ASK, max_tokens=100)
+        assert isinstance(whole, ChatCompletion)
+        assert whole.choices[0].message.content == "answer"
+        assert sum(isinstance(e, TraceClosed) and e.how == "tokens" for e in events) == 5
+    await until(lambda: script.streaming == 0)
+
+
+async def test_a_function_may_answer_every_call_with_another_class() -> None:
+    """The class of a stream's chunks is that stream's, however the calls of a function mix."""
+
+    class Piece:
+        def __init__(self, **fields: Any) -> None:
+            self.fields = fields
+
+        def model_dump(self, **_: Any) -> dict[str, Any]:
+            return self.fields
+
+    async def acompletion(model: str, messages: list[Any], **options: Any) -> AsyncIterator[Any]:
+        async def pieces() -> AsyncIterator[Any]:
+            for one in THINKS_AND_ANSWERS:
+                await asyncio.sleep(0.003 if messages[0]["content"] == "mapping" else 0.01)
+                yield one if messages[0]["content"] == "mapping" else Piece(**one)
+            await asyncio.sleep(0.05)  # the finish reason, which is held back to the end, comes after others' chunks
+
+        return pieces()
+
+    guarded = agentguard.wrap(acompletion, window=1000)
+
+    async def read(word: str) -> set[type]:
+        stream = await guarded(model="m", messages=[{"role": "user", "content": word}], stream=True)
+        return {type(one) async for one in stream}
+
+    kinds = await asyncio.gather(*(read(word) for word in ["mapping", "object"] * 3))
+    assert kinds == [{dict}, {Piece}] * 3
 
 
 @pytest.mark.parametrize(
