@@ -101,6 +101,9 @@ class Step:
         # a stock server counts what the prompt opened towards the budget, the guard counts what the model wrote
         if "thinking_token_budget" in self._upstream:
             self._upstream["thinking_token_budget"] += read.given
+            if read.doubtful and not self._engine.facts.plugin:
+                # stock takes the quoted marker for an open block and would close the answer; what thinks all the same is cut here
+                del self._upstream["thinking_token_budget"]
         async with aclosing(self._whole(self._engine.chat(self._upstream, self.request_id, self._session))) as chunks:
             while True:
                 try:
@@ -234,7 +237,7 @@ class Step:
     def _in_engine(self) -> bool:
         """The server closes at the limit it was sent, as far as is known."""
         facts = self._engine.facts
-        return facts.plugin or facts.budget in ("unknown", "works")
+        return facts.plugin or ("thinking_token_budget" in self._upstream and facts.budget in ("unknown", "works"))
 
     async def _control(self) -> Close | None:
         """Ask the controller about what has come, and order a close in the engine; a verdict that is returned cuts the stream."""

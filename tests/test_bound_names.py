@@ -49,6 +49,7 @@ WHOSE: dict[str, dict[str, str | tuple[str, ...]]] = {
         "req_states": STATES, "self._states": STATES, "states": STATES, "states.all_token_ids": BUFFERS,
         "states.prompt_len": BUFFERS,
         "states.total_len": BUFFERS, "self._states.total_len": BUFFERS, "sampling_params": PARAMS,
+        "request": "vllm.v1.core.sched.output:NewRequestData",
     },
     "vllm/budget.py": {
         "runner": RUNNER_V1, "self._runner": RUNNER_V1, "self._runner.input_batch": BATCH_V1, "batch": BATCH_V1, "state": RECORD_V1,
@@ -75,6 +76,7 @@ WHOSE: dict[str, dict[str, str | tuple[str, ...]]] = {
         "config.speculative_config": SPECULATIVE, "config.parallel_config": PARALLEL, "reasoning": REASONING,
         "config.reasoning_config": REASONING, "config.scheduler_config": "vllm.config.scheduler:SchedulerConfig",
         "config.model_config": "vllm.config.model:ModelConfig", "scheduler_output": STEP,
+        "tokenizer": "vllm.tokenizers.protocol:TokenizerLike",
         "worker.vllm_config.weight_transfer_config": "vllm.config.weight_transfer:WeightTransferConfig",
         "get_pp_group()": "vllm.distributed.parallel_state:GroupCoordinator",
         "get_tp_group()": "vllm.distributed.parallel_state:GroupCoordinator",

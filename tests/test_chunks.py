@@ -280,6 +280,13 @@ async def test_a_step_with_pictures_goes_on_with_its_pictures(message: dict[str,
     assert script.seen[1][1].get("continue_final_message", False) is bool(carrier)
 
 
+def test_half_a_pair_in_a_trace_and_in_its_blocks_counts_once() -> None:
+    shape = Chunks()
+    deltas = [{"reasoning": half, "reasoning_details": [{"type": "reasoning.text", "text": half}]} for half in ("\ud83d", "\ude00")]
+    taken = [shape.take({"choices": [{"delta": delta}]})["choices"][0]["delta"] for delta in deltas]
+    assert "".join(delta["reasoning"] for delta in taken) == "😀"
+
+
 def test_counts_and_texts_by_themselves() -> None:
     assert [count(value, 5) for value in (0, 5, 6, -1, True, 1.0, None, "1")] == [0, 5] + [None] * 6
     assert paired("\ud83d\ude00 \ud83d x \udc00") == "😀 � x �"

@@ -146,6 +146,24 @@ def test_a_phase_read_ahead_equals_the_phase_when_committed(
     assert tracker.update([*committed, *drafts]) == PhaseTracker(think, [0, 2, *committed, *drafts]).inside
 
 
+@pytest.mark.parametrize("markers", [((4,), (5,)), ((4, 7), (5, 7, 6))])
+@pytest.mark.parametrize(
+    ("behind", "given"),
+    [([], 0), ([9], 1), ([9] * 50, 50), ([21], -1), ([9, 21, 8], -1), ([21, 8, 4], None), ([21, 8, 4, 9], None), ([5, 21], -1)],
+)
+def test_a_start_marker_with_a_turn_behind_it_is_a_quotation(markers: Any, behind: list[int], given: int | None) -> None:
+    """``given`` None: behind the turn the template opens a block of its own."""
+    start, end = markers
+    whole = {4: start, 5: end}
+    prompt = [1, *start, *(token for one in behind for token in whole.get(one, (one,)))]
+    found = ThinkMarkers(start, end, frozenset({21, 22})).given(prompt)
+    assert found == (len(behind) - behind.index(4) - 1 if given is None else given)
+    tracker = PhaseTracker(ThinkMarkers(start, end, frozenset({21})), prompt)
+    assert (tracker.inside, tracker.think) == (found >= 0, 0)
+    if 5 not in behind:  # without a tokenizer nobody can tell
+        assert ThinkMarkers(start, end).given(prompt) >= 0
+
+
 @pytest.mark.parametrize(
     ("args", "named"),
     [

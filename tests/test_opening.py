@@ -48,6 +48,22 @@ async def test_a_marker_the_client_quotes_opens_nothing(said: str, tools: list[A
         assert (r.finished().closed, r.finished().continued, r.finished().notes, len(script.seen)) == ("", False, [], 1)
 
 
+@pytest.mark.parametrize("plugin", [False, True])
+async def test_a_stock_server_is_sent_no_budget_that_a_quotation_would_use_up(plugin: bool) -> None:
+    """It takes the quoted marker for an open block too. A model that thinks all the same is cut at its cap."""
+    quoting = {**ASK, "messages": [{"role": "user", "content": "what is <think> for?"}]}
+    thinks = [chunk([START]), *[chunk([A], reasoning="ab"[i % 7 == 0] + "c" * (i % 5)) for i in range(90)], *DIRECT[-2:]]
+    script = Script(chat=thinks, complete=SECOND, renders=template([]), plugin=plugin)
+    async with rig(script, cutoff={"loops": False}) as r:
+        chunks = await r.step(quoting)
+        body = script.seen[0][1]
+        assert ("thinking_token_budget" in body, "ag_think_tokens" in body["vllm_xargs"]) == (False, plugin)
+        if not plugin:
+            assert r.guard.engine.facts.budget == "unknown"
+            assert (text(chunks), r.finished().closed, r.finished().think_tokens) == (" a second answer", "reserve", 50)
+            assert r.finished().notes == []
+
+
 @pytest.mark.parametrize("said", [*QUOTES, "hi"])
 @pytest.mark.parametrize("written", ["<think>", "<think>\n", "<think>\n\n", "<think>\nOkay, "])
 async def test_a_marker_the_template_writes_opens_a_block_whatever_the_client_quotes(said: str, written: str) -> None:

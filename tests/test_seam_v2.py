@@ -169,6 +169,18 @@ def test_a_request_without_a_budget_is_closed_and_stays_so_after_preemption(happ
     assert found["forgotten"] == {}
 
 
+@pytest.mark.parametrize("markers", ["one", "three"])
+def test_a_quoted_marker_has_no_budget_on_the_device(markers: str, happened: dict[str, Any]) -> None:
+    """vLLM's kernel looks for the last start marker in the prompt too, and closed an answer in its middle."""
+    found = happened["budgets"]
+    end = [5] if markers == "one" else [5, 3, 6]
+    assert found[f"quoted {markers}"] == [8] * len(found[f"quoted {markers}"])
+    assert found[f"stood {markers}"] == [0, False, 0]
+    assert found[f"still quoted {markers}"] == [8] * len(found[f"still quoted {markers}"])
+    assert found[f"own {markers}"] == [4, *[8] * 5, *end, 8][:8]
+    assert found[f"opened {markers}"] == [*[8] * 5, *end, 8, 8][:8]
+
+
 def test_the_trace_is_counted_on_the_device_as_on_the_host(happened: dict[str, Any]) -> None:
     assert happened["phases"]
     assert all(happened["phases"])

@@ -129,6 +129,7 @@ class Engine:
     def admit(self, slot: int, request: str, prompt: list[int], *, budget: int | None = None, **extra: Any) -> None:
         """As the runner does it: the request state first, then the sampler's parts."""
         params = SimpleNamespace(extra_args=extra, thinking_token_budget=budget, temperature=1.0)
+        self.slots.announce([SimpleNamespace(req_id=request, prompt_len=len(prompt), prefill_token_ids=prompt)])
         self.states.req_id_to_index[request] = slot
         self.states.index_to_req_id[slot] = request
         self.states.prompt_len.gpu[slot] = self.states.total_len.gpu[slot] = len(prompt)

@@ -6,6 +6,7 @@ Run by tests/test_seam_v2.py in a process of its own.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
 import json
@@ -245,7 +246,7 @@ def installed(rank: int = 0, ranks: int = 1, endpoint: str = "") -> dict[str, An
         additional_config={"agentguard": {"rule": "strict", "telemetry": endpoint}},
         parallel_config=SimpleNamespace(world_size=ranks, tensor_parallel_size=ranks, data_parallel_rank=0), watermark_config=None,
         scheduler_config=SimpleNamespace(async_scheduling=True),
-        model_config=SimpleNamespace(dtype=torch.bfloat16, head_dtype=torch.bfloat16),
+        model_config=SimpleNamespace(dtype=torch.bfloat16, head_dtype=torch.bfloat16, skip_tokenizer_init=True),
     )  # fmt: skip
     sampler = Sampler(config, n, v, device, states, num_speculative_tokens=K + 1, custom_logits_processors=[AgentGuardParams()])
     draft = torch.full((n, K, v), -2.0).bfloat16()
@@ -661,6 +662,20 @@ def budgets() -> dict[str, Any]:
     out["unknown"] = engine.budget.set_total("nobody", 3)
     engine.slots.forget(["chatcmpl-mine-0123abcd"])
     out["forgotten"] = engine.slots.changed
+    for name, markers in (("one", MARKERS), ("three", ThinkMarkers((4,), (5, 3, 6)))):
+        engine = v2.Engine(3, 12, 3, markers=dataclasses.replace(markers, turns=frozenset({11})))
+        engine.enable_budgets(ours=True, forced=list(markers.end))
+        # a start marker that the client quotes, a turn's token behind it: what is written is an answer, however long
+        engine.admit(0, "quotes", [1, 4, 7, 11], budget=3, ag_think_tokens=3)
+        out[f"quoted {name}"] = engine.generate(0, lambda _: 8, 4)
+        out[f"stood {name}"] = engine.slots.standing(0)
+        engine.budget.set_total("quotes", 2)
+        out[f"still quoted {name}"] = engine.generate(0, lambda _: 8, 2)
+        # and a block of its own behind it is closed where it should be; so is one the template opens behind a quotation
+        engine.admit(1, "thinks", [1, 4, 7, 11], ag_think_tokens=5)
+        out[f"own {name}"] = engine.generate(1, lambda tokens: 4 if len(tokens) == 4 else 8, 8, drafts=False)
+        engine.admit(2, "opened", [1, 4, 7, 11, 4], ag_think_tokens=5)
+        out[f"opened {name}"] = engine.generate(2, lambda _: 8, 8, drafts=False)
     return out
 
 

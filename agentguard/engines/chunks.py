@@ -99,7 +99,7 @@ class Chunks:
         for key in BLOCKS:
             if out.get(key) and not isinstance(out[key], list):
                 del out[key]
-        self._think(out)
+        self._think(out, plain=any(delta.get(key) for key in REASONING))
         calls = out.pop("tool_calls", None)
         if not isinstance(calls, list | None):
             raise _unreadable("tool_calls", calls)
@@ -125,16 +125,19 @@ class Chunks:
 
     # -- reasoning ----------------------------------------------------------------------------------------------------
 
-    def _think(self, delta: dict[str, Any]) -> None:
-        """A trace that comes in blocks alone is written out as text, which is what readers count; what comes twice counts once."""
-        if any(delta.get(key) for key in REASONING):
-            self._thinks_as = self._thinks_as or "reasoning"
+    def _think(self, out: dict[str, Any], *, plain: bool) -> None:
+        """A trace that comes in blocks alone is written out as text, which is what readers count; what comes twice counts once.
+
+        ``plain``: this delta has it as text, of which half a pair may be all and still be held back.
+        """
+        if plain:
+            self._thinks_as = self._thinks_as or REASONING[0]
             return
         for key in BLOCKS:
-            text = "".join(_block_texts(delta.get(key) or []))
+            text = "".join(_block_texts(out.get(key) or []))
             if text and self._thinks_as in ("", key):
                 self._thinks_as = key
-                delta["reasoning"] = self._whole(key, text)
+                out["reasoning"] = self._whole(key, text)
                 return
 
     # -- tool calls ---------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 from vllm.v1.worker.gpu.sample.thinking_budget import ThinkingBudgetState, apply_thinking_budget
 
@@ -32,6 +33,16 @@ class BudgetState(ThinkingBudgetState):  # type: ignore[misc]  # vLLM is untyped
         self._reset_reqs.append(req_idx)  # the slot's caches are another request's
         self.use_thinking_budget[req_idx] = limited = self._slots.limit(req_idx, sampling_params)
         return limited
+
+    def apply_staged_writes(self) -> None:
+        """Stock's kernel looks for markers itself, in the prompt too: where that leaves no block open, it begins behind it."""
+        again = [slot for slot in self._reset_reqs if self._slots.begins[slot]]
+        super().apply_staged_writes()
+        if again:
+            slots = self._slots.staged(np.asarray(again, dtype=np.int64))
+            begins = self._slots.staged(self._slots.begins[again])
+            self.cached_scan_pos.index_copy_(0, slots, begins)
+            self.cached_last_end.index_copy_(0, slots, begins - 1)
 
     def apply(self, logits: Tensor, ctx: Any) -> None:
         if not self.use_thinking_budget[ctx.idx_mapping_np].any():

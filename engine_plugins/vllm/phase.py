@@ -8,10 +8,30 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ThinkMarkers:
-    """The token sequences that open and close a trace, for example ([5], [6])."""
+    """The token sequences that open and close a trace, for example ([5], [6]).
+
+    turns: the tokens a chat template begins and ends turns with. Behind what a client said there is always one, so a start marker
+    in front of one is a quotation and opens nothing; a generation prompt, and a client's own beginning, stand behind the last.
+    Empty where the tokenizer is not known: then a quoted marker cannot be told from the template's.
+    """
 
     start: tuple[int, ...]
     end: tuple[int, ...]
+    turns: frozenset[int] = frozenset()
+
+    def given(self, prompt: Sequence[int]) -> int:
+        """Tokens since the start marker of a block the prompt leaves open, -1 where it leaves none open. Searched from the end:
+        what decides stands close to it, and a prompt can have 100,000 tokens."""
+        start, end, turns = self.start, self.end, self.turns
+        for stop in range(len(prompt), 0, -1):
+            token = prompt[stop - 1]
+            if token in turns:
+                return -1
+            if token == end[-1] and tuple(prompt[max(0, stop - len(end)) : stop]) == end:
+                return -1
+            if token == start[-1] and tuple(prompt[max(0, stop - len(start)) : stop]) == start:
+                return len(prompt) - stop
+        return -1
 
 
 class PhaseTracker:
@@ -29,7 +49,7 @@ class PhaseTracker:
         self._single = len(markers.start) == len(markers.end) == 1
         self.seen = 0
         self.before = 0
-        self.given = self._opened(prompt)
+        self.given = markers.given(prompt)
         self.inside = self.given >= 0
         self.given = self.block = max(0, self.given)
         self._tail = list(prompt[-8 * max(len(markers.start), len(markers.end)) :])
@@ -113,14 +133,3 @@ class PhaseTracker:
         self.before += self.block - self.given - marker
         self.inside = False
         self.block = self.given = 0
-
-    def _opened(self, prompt: Sequence[int]) -> int:
-        """Tokens since the start marker of a block the prompt opened, -1 for none. Searched from the end: the marker that decides
-        stands close to it, and a prompt can have 100,000 tokens."""
-        start, end = self.markers.start, self.markers.end
-        for stop in range(len(prompt), 0, -1):
-            if prompt[stop - 1] == end[-1] and tuple(prompt[max(0, stop - len(end)) : stop]) == end:
-                return -1
-            if prompt[stop - 1] == start[-1] and tuple(prompt[max(0, stop - len(start)) : stop]) == start:
-                return len(prompt) - stop
-        return -1

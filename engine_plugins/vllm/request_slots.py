@@ -41,6 +41,7 @@ class RequestSlots:
 
     req_states: V2's `RequestState`; markers: None where the think markers are unknown. acting: [slots] bool, the rule can change a
     row; phased: it asks for a phase. known: ids that were admitted and have not ended; a preempted one among them has no slot.
+    begins: [slots] int32, where to begin to look for a start marker: behind a prompt that leaves no block open, else 0.
     """
 
     def __init__(self, req_states: Any, *, default: RuleSpec, markers: ThinkMarkers | None) -> None:
@@ -52,6 +53,8 @@ class RequestSlots:
         self.acting, self.phased = (np.zeros(n, dtype=bool) for _ in range(2))
         self.changed: dict[str, int] = {}
         self.known: set[str] = set()
+        self.begins = np.zeros(n, dtype=np.int32)
+        self._announced: dict[str, int] = {}
         self._table = np.zeros((n, table.WIDTH), dtype=np.float32)
         self._limits = np.full((n, 2), NO_LIMIT, dtype=np.int32)
         self.table = torch.zeros(n, table.WIDTH, device=device)
@@ -62,13 +65,26 @@ class RequestSlots:
         self._new: list[int] = []
         self._dirty = False
 
+    def announce(self, coming: Iterable[Any]) -> None:
+        """Read the prompts of requests before they enter their slots: the device cannot tell a quoted marker from a template's.
+
+        coming: the scheduler's `NewRequestData`; a preempted request comes again, with what it had written behind its prompt.
+        """
+        if self.markers is None or not self.markers.turns:
+            return
+        for request in coming:
+            prompt = request.prefill_token_ids[: request.prompt_len]
+            self._announced[request.req_id] = len(prompt) if self.markers.given(prompt) < 0 else 0
+
     def admit(self, slot: int, sampling_params: Any) -> bool:
         """A request enters the slot; returns whether its logits rows may be rewritten, so that vLLM hands out copies of them."""
         asked = RequestParams.read(sampling_params.extra_args, self._default)
         found = rules.get(asked.rule)
         acts = found.acts and (asked.phase == "both" or self.markers is not None)
         self.admitted[slot], self.rules[slot] = Admitted(asked, sampling_params, str(asked.rule)), found if acts else None
-        self.known.add(self._states.index_to_req_id[slot])
+        request = self._states.index_to_req_id[slot]
+        self.known.add(request)
+        self.begins[slot] = self._announced.pop(request, 0)
         self.acting[slot], self.phased[slot] = acts, acts and asked.phase != "both"
         self._table[slot] = table.numbers(asked.rule, asked.phase) if acts else 0.0
         self._new.append(slot)
@@ -93,12 +109,15 @@ class RequestSlots:
     def forget(self, finished: Iterable[str]) -> None:
         for request in finished:
             self.changed.pop(request, None)
+            self._announced.pop(request, None)
             self.known.discard(request)
 
     def flush(self) -> None:
         """Bring staged writes to the device, in the order of the stream."""
         if self._new:
-            self.trace.index_fill_(0, self.staged(np.asarray(self._new, dtype=np.int64)), 0)
+            fresh = np.zeros((len(self._new), phases.WIDTH), dtype=np.int32)
+            fresh[:, phases.SEEN] = self.begins[self._new]
+            self.trace.index_copy_(0, self.staged(np.asarray(self._new, dtype=np.int64)), self.staged(fresh))
             self._new.clear()
         if self._dirty:
             self.table.copy_(self.staged(self._table), non_blocking=True)

@@ -197,6 +197,7 @@ NAMES = (
         ),
     ),
     Name("V2", f"{_GPU}.sample.thinking_budget", "ThinkingBudgetState.add_request", first=("self", "req_idx", "sampling_params")),
+    Name("V2", f"{_GPU}.sample.thinking_budget", "ThinkingBudgetState.apply_staged_writes", first=("self",)),
     Name("V2", f"{_GPU}.sample.thinking_budget", "ThinkingBudgetState.apply", first=("self", "logits", "ctx")),
     Name(
         "V2",
@@ -240,7 +241,7 @@ NAMES = (
     ),
     Name(BOTH, "vllm.v1.worker.cpu_worker", "CPUWorker"),
     Name(BOTH, "vllm.v1.core.sched.output", "SchedulerOutput", attributes=("finished_req_ids", "scheduled_new_reqs")),
-    Name(BOTH, "vllm.v1.core.sched.output", "NewRequestData", attributes=("req_id",)),
+    Name(BOTH, "vllm.v1.core.sched.output", "NewRequestData", attributes=("req_id", "prefill_token_ids", "prompt_len")),
     Name(BOTH, "vllm.sampling_params", "SamplingParams", attributes=("extra_args", "thinking_token_budget", "temperature")),
     Name(BOTH, "vllm.platforms.interface", "Platform", attributes=("is_cpu", "device_type")),
     Name(
@@ -274,7 +275,11 @@ NAMES = (
             "enable_adaptive_verification",
         ),
     ),
-    Name(BOTH, "vllm.config.model", "ModelConfig", attributes=("uses_mrope", "dtype", "head_dtype", "model")),
+    Name(
+        BOTH, "vllm.config.model", "ModelConfig", attributes=("uses_mrope", "dtype", "head_dtype", "model", "skip_tokenizer_init")
+    ),
+    Name(BOTH, "vllm.tokenizers.registry", "cached_tokenizer_from_config", first=("model_config",)),
+    Name(BOTH, "vllm.tokenizers.protocol", "TokenizerLike", attributes=("all_special_ids", "get_added_vocab")),
     Name(BOTH, "vllm.config.scheduler", "SchedulerConfig", attributes=("async_scheduling",)),
     Name(
         BOTH,

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from vllm.platforms import current_platform
+from vllm.tokenizers.registry import cached_tokenizer_from_config
 from vllm.v1.sample import rejection_sampler
 from vllm.v1.worker import gpu_input_batch
 
@@ -70,6 +72,7 @@ class Worker(Base):  # type: ignore[misc]  # vLLM is untyped to us
             self.ag_tts.before_step(scheduler_output, set(known))
         if self.ag_slots is not None:
             self.ag_slots.forget(scheduler_output.finished_req_ids)
+            self.ag_slots.announce(scheduler_output.scheduled_new_reqs)
         return super().execute_model(scheduler_output, *args, **kwargs)
 
     def ag_tts_fixed(self) -> list[str]:
@@ -395,5 +398,16 @@ def _markers(config: Any) -> ThinkMarkers | None:
     """The think markers vLLM derived from `--reasoning-parser` or `--reasoning-config`, None without either."""
     if not _marked(config):
         return None
-    reasoning = config.reasoning_config
-    return ThinkMarkers(tuple(reasoning.reasoning_start_token_ids), tuple(reasoning.natural_reasoning_end_token_ids))
+    start = tuple(config.reasoning_config.reasoning_start_token_ids)
+    end = tuple(config.reasoning_config.natural_reasoning_end_token_ids)
+    turns: frozenset[int] = (
+        frozenset() if config.model_config.skip_tokenizer_init else _turns(cached_tokenizer_from_config(config.model_config))
+    )
+    return ThinkMarkers(start, end, turns - {*start, *end})
+
+
+def _turns(tokenizer: Any) -> frozenset[int]:
+    """The tokens a chat template begins and ends turns with: the special ones, and added ones that name a role (DeepSeek's are not
+    special). A tool's or a picture's among them do no harm: a template writes none behind the marker that opens a block."""
+    named = {token: i for token, i in tokenizer.get_added_vocab().items() if re.search("user|assistant", token, re.IGNORECASE)}
+    return frozenset(tokenizer.all_special_ids) | frozenset(named.values())

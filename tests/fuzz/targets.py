@@ -82,7 +82,11 @@ def refused(error: ConfigError) -> str:
 
 # -- server-sent events --------------------------------------------------------------------------------------------------------
 
-CHUNK = {"id": "c", "choices": [{"index": 0, "delta": {"content": "x"}, "token_ids": [1]}], "usage": {"prompt_tokens": 1}}
+CALL = {"index": 0, "id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+CHUNK = {
+    "id": "c", "choices": [{"index": 0, "delta": {"content": "x", "tool_calls": [CALL]}, "token_ids": [1]}],
+    "usage": {"prompt_tokens": 1},
+}  # fmt: skip
 _SSE = [
     "data: ",
     "data:",
@@ -176,8 +180,9 @@ def upstream_chunk(modules: dict[str, ModuleType], data: str) -> str:
         if len(str(error)) > 4000 or not 400 <= getattr(error, "status", 502) < 600:
             raise Bug(f"{len(str(error))} characters, status {getattr(error, 'status', None)}") from None
         return "refused"
-    if not isinstance(chunk, dict) or "error" in chunk:
+    if not isinstance(chunk, dict) or chunk.get("error") is not None:
         raise Bug(f"taken for a chunk: {data[:80]}")
+    msgspec.json.encode(chunk)  # UTF-8, and no NaN
     return "accepted"
 
 

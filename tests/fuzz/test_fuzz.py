@@ -233,7 +233,7 @@ def test_an_engines_refusal_names_its_field() -> None:
     async def refused() -> EngineRequestError:
         from tests.security.rig import gate, script
 
-        async with gate(script(status=400, message="max_tokens is too large")) as g:
+        async with gate(script(status=400, message="top_k is refused")) as g:
             reply = await g.ask()
             assert reply.status_code == 400
             assert reply.json()["error"]["param"] == "engine"
