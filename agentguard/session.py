@@ -187,7 +187,7 @@ class Session:
 
     def expected_prompt(self, prompt: int, agent: str = "") -> int:
         """The agent's next prompt: this one and the largest growth a step of its has had."""
-        lengths = [*self.prompts.get(agent, ()), prompt]
+        lengths: list[int] = [*self.prompts.get(agent, ()), prompt]
         # a prompt twice the former one is another conversation under the same id, not growth
         return prompt + max([0, *(b - a for a, b in itertools.pairwise(lengths) if b <= 2 * a)])
 

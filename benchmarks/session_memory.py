@@ -74,8 +74,8 @@ def bytes_a_session(sessions: int, steps: int, *, most: bool) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--sessions", type=int, default=40)
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--sessions", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=6000)
     args = parser.parse_args()
     limit = Policy(model="m").max_sessions
     rows = {}
