@@ -10,8 +10,10 @@ STAMP := $(VENV)/.installed
 demo: $(STAMP)
 	$(BIN)/agentguard demo
 
+# What starts no engine goes first, on two cores; then, alone on the machine, what does.
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not engine" --numprocesses 2 --dist loadfile
+	$(BIN)/python -m pytest -m engine
 
 # Claude Code, Codex, opencode, qwen-code (npm) and mini-swe-agent, into the user's cache, and the tests that run them.
 test-clients: $(STAMP)

@@ -14,6 +14,7 @@
     ├── EngineError        the engine did something we cannot work around
     │   ├── EngineStartError    it never became ready
     │   ├── EngineDiedError     it was ready and is gone
+    │   │   └── OtherModelError     another model answers at its address
     │   └── EngineRequestError  it refused one request; carries the HTTP status
     └── PluginError        the plugin cannot run on this vLLM, with the reason
 
@@ -151,6 +152,20 @@ class EngineDiedError(EngineError):
     address. HTTP 503; the same may work later."""
 
     exit_code = 3
+
+
+class OtherModelError(EngineDiedError):
+    """``model`` answers where ``expected`` was served: for whoever asks for that one, the engine is gone."""
+
+    def __init__(self, engine: str, model: str, expected: str) -> None:
+        super().__init__(engine, model, expected)
+        self.engine, self.model, self.expected = engine, shown(model), expected
+
+    def __str__(self) -> str:
+        return (
+            f"engine {self.engine} serves {self.model!r} now, and this gateway {self.expected!r}; start that again there, or the "
+            f"gateway anew"
+        )
 
 
 class EngineRequestError(EngineError):

@@ -1,15 +1,18 @@
 """The event types: the only wire format between engine, gateway, monitor and recorder.
 
-msgspec structs with a `type` tag: msgpack on the ZMQ socket (one frame a step), JSON on SSE and in recordings (one event a line).
+msgspec structs with a `type` tag: msgpack on the ZMQ socket (one frame a step, as `PackedStep`), JSON on SSE and in recordings (one
+event a line).
 Adding a field with a default keeps old recordings readable; a reader skips what it does not know. Prompts and outputs are in none
 of them. Times are UNIX seconds; every count is in tokens unless its name says otherwise.
 """
 
 from __future__ import annotations
 
+import sys
+from array import array
 from collections.abc import Callable
 from enum import StrEnum
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
 
 import msgspec
 
@@ -40,6 +43,7 @@ class Note(StrEnum):
     THINKS_AGAIN = "thinks_again"  # after the close the model opened another block
     EMPTY_ANSWER = "empty_answer"  # neither text nor a tool call; the client got a line that says so
     COUNT_DIFFERS = "count_differs"  # the engine's own count of think tokens is another one
+    FAULT_BEHIND = "fault_behind"  # the stream broke behind its finish reason; the answer was whole
 
 
 class DraftRows(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,6 +92,102 @@ class VerificationStep(msgspec.Struct, frozen=True, kw_only=True, tag="verificat
     step: int
     requests: list[Verified]
     lost: int = 0
+
+
+class PackedStep(msgspec.Struct, frozen=True, kw_only=True, tag="packed_step"):
+    """A `VerificationStep` as an engine sends it; `decode_msgpack` gives the step. What became of each row is worked out
+    where it is read: in the engine's process it held up the next step.
+
+    requests, rules (what was asked for), drafted, accepted: of each request. values: float32, little-endian, all rows of the column
+    ``columns[0]`` first; the rows are those of the requests in turn, ``drafted`` of each. A reader finds columns by name.
+    """
+
+    COLUMNS: ClassVar[tuple[str, ...]] = ("token", "p", "q", "rank", "strict", "coin", "flags", "end", "entropy")
+
+    t: float
+    engine: str
+    step: int
+    requests: list[str]
+    rules: list[str]
+    drafted: list[Annotated[int, msgspec.Meta(ge=0)]]
+    accepted: list[int]
+    values: bytes
+    columns: tuple[str, ...] = COLUMNS
+
+    def unpacked(self) -> VerificationStep:
+        """Requests without drafts are left out. Raises `msgspec.DecodeError` for a frame whose parts do not fit together."""
+        rows, missing = sum(self.drafted), set(self.COLUMNS) - set(self.columns)
+        if missing:
+            raise msgspec.DecodeError(f"columns missing in `$.columns`: {sorted(missing)}; run the same agentguard on both sides")
+        if not len(self.requests) == len(self.rules) == len(self.drafted) == len(self.accepted):
+            raise msgspec.DecodeError("`$.requests`, `$.rules`, `$.drafted` and `$.accepted` differ in length")
+        if len(self.values) != 4 * rows * len(self.columns):
+            raise msgspec.DecodeError(f"`$.values` has {len(self.values)} bytes, not {rows} rows of {len(self.columns)} columns")
+        numbers = array("f", self.values)
+        if sys.byteorder == "big":
+            numbers.byteswap()
+        found = {name: numbers[i * rows : (i + 1) * rows].tolist() for i, name in enumerate(self.columns)}
+        try:
+            token, rank, flags = ([int(value) for value in found[name]] for name in ("token", "rank", "flags"))
+        except (ValueError, OverflowError) as error:
+            raise msgspec.DecodeError(f"`$.values` has no whole number where one belongs: {error}") from None
+        columns = _Rows(token, found["p"], found["q"], rank, found["strict"], found["coin"], flags, found["end"], found["entropy"])
+        requests, at = [], 0
+        for request, rule, drafted, accepted in zip(self.requests, self.rules, self.drafted, self.accepted, strict=True):
+            if drafted:
+                requests.append(columns.verified(request, rule, at, drafted, accepted))
+            at += drafted
+        return VerificationStep(t=self.t, engine=self.engine, step=self.step, requests=requests)
+
+
+_ACCEPTED, _RELAXED, _LOW_SUPPORT = int(RowFlag.ACCEPTED), int(RowFlag.RELAXED), int(RowFlag.LOW_SUPPORT)
+_FORCED, _MASKED = int(RowFlag.FORCED), int(RowFlag.MASKED)  # an enum's own operators cost 1 us each
+
+
+class _Rows:
+    """Columns of a frame's rows, and the requests in them."""
+
+    def __init__(
+        self, token: list[int], p: list[float], q: list[float], rank: list[int], strict: list[float], coin: list[float],
+        flags: list[int], end: list[float], entropy: list[float],
+    ) -> None:  # fmt: skip
+        self.token, self.p, self.q, self.rank, self.strict, self.flags = token, p, q, rank, strict, flags
+        self.end, self.entropy = end, entropy
+        self.would = [s >= c if s < 1 else True for s, c in zip(strict, coin, strict=True)]
+
+    def verified(self, request: str, asked: str, start: int, drafted: int, accepted: int) -> Verified:
+        """One request's round: the rows from ``start`` on, of whose drafts the first ``accepted`` passed."""
+        mine = slice(start, start + drafted)
+        flags, would = self.flags[mine], self.would[mine]
+        fate = [_fate(j - accepted, flags[j], would[j]) for j in range(drafted)]
+        relaxed = any([f & _RELAXED for f in flags])  # noqa: C419 - a list is half the cost for a handful of rows
+        for j in range(min(accepted, drafted)):
+            flags[j] |= _ACCEPTED
+        # told is where, among the rows decided, the end marker stood highest
+        decided = self.end[start : start + max(0, min(accepted + 1, drafted))]
+        highest = max(decided, default=-1.0)
+        at = start + decided.index(highest) if highest >= 0 else -1
+        return Verified(
+            request=request, rule_asked=asked, rule_effective=asked if relaxed else "strict", drafted=drafted, accepted=accepted,
+            rows=DraftRows(
+                token=self.token[mine], p=self.p[mine], q=self.q[mine], rank=self.rank[mine], strict=self.strict[mine], flags=flags,
+                would=would, fate=fate,
+            ),
+            end=highest if at >= 0 else -1.0, entropy=self.entropy[at] if at >= 0 else -1.0,
+        )  # fmt: skip
+
+
+def _fate(behind: int, flags: int, would: bool) -> Fate:
+    """``behind``: the row's distance to the first rejected one; negative for an accepted row."""
+    if behind > 0:
+        return Fate.UNREAD
+    if flags & _FORCED:
+        return Fate.FORCED
+    if behind < 0:
+        return Fate.RELAXED if flags & _RELAXED and not would else Fate.STRICT
+    if flags & _MASKED:
+        return Fate.MASKED
+    return Fate.LOW_SUPPORT if flags & _LOW_SUPPORT else Fate.COIN
 
 
 class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag="engine_ready"):
@@ -529,7 +629,14 @@ def _bounded(decode: Callable[[Any], T]) -> Callable[[Any], T]:
 
 
 _json_event: Callable[[Any], Event] = msgspec.json.Decoder(Event).decode
-_msgpack_event: Callable[[Any], Event] = msgspec.msgpack.Decoder(Event).decode
+_msgpack_frame: Callable[[Any], Event | PackedStep] = msgspec.msgpack.Decoder(Event | PackedStep).decode
+
+
+def _msgpack_event(raw: Any) -> Event:
+    frame = _msgpack_frame(raw)
+    return frame.unpacked() if isinstance(frame, PackedStep) else frame
+
+
 _json_frame: Callable[[Any], WatchFrame] = msgspec.json.Decoder(WatchFrame).decode
 decode_json = _bounded(_json_event)
 decode_msgpack = _bounded(_msgpack_event)

@@ -25,6 +25,7 @@ from agentguard.economics.classes import Classes, is_side_call, kind_of
 from agentguard.economics.ledger import Ledger, ledger_of
 from agentguard.economics.report import class_report
 from agentguard.engines.base import Engine, EngineInfo, Stream
+from agentguard.engines.facts import MISSING_S
 from agentguard.engines.pool import pool_of
 from agentguard.errors import (
     AgentGuardError,
@@ -33,6 +34,7 @@ from agentguard.errors import (
     EngineDiedError,
     EngineError,
     EngineRequestError,
+    OtherModelError,
     SessionBusyError,
     SessionLimitError,
     loggable,
@@ -72,6 +74,7 @@ from agentguard.trace.controller import Controller
 from agentguard.trace.cutoff import Cap, Term, growth_pressure, step_budget, think_cap
 from agentguard.trace.loops import LoopDetector
 from agentguard.trace.markers import Family, Markers, generic, of_policy
+from agentguard.trace.opening import BLANKS
 from agentguard.trace.tally import MarkerIds
 
 logger = logging.getLogger(__name__)
@@ -110,6 +113,8 @@ class Guard:
         ledger: Ledger | None = None, books: Books | None = None,
     ) -> None:  # fmt: skip
         self._pool = pool_of(engine)
+        self._pool.serve(info)
+        self._pool.listener = self
         self.engine = engine
         self.books = books or Books(MemorySessions(policy.max_sessions))
         self.policy = policy
@@ -130,6 +135,7 @@ class Guard:
         self.ledger = ledger or ledger_of(policy, on_event=hub.publish)
         self._classes = Classes()
         self._ids = ids
+        self._ids_at = time.monotonic() + MISSING_S
 
     @classmethod
     async def open(
@@ -153,13 +159,49 @@ class Guard:
 
     def engines(self) -> dict[str, str]:
         """The engines by name, with why one is away, "" for one that is not."""
-        return {engine.name: self._pool.away.get(engine.name, "") for engine in self._pool.engines}
+        return {engine.name: str(self._pool.away.get(engine.name, "")) for engine in self._pool.engines}
+
+    def away(self) -> dict[str, str]:
+        """Why engines are away, for everybody: without their addresses."""
+        return {
+            name: str(error) if isinstance(error, OtherModelError) else "does not answer"
+            for name, error in self._pool.away.items()
+        }  # fmt: skip
+
+    def engine_away(self, engine: Engine, error: EngineDiedError) -> None:
+        """Told by the pool: to everybody who listens, and that others are left."""
+        self.died = EngineDied(t=time.time(), engine=engine.name, reason=str(error))
+        self.hub.publish(self.died)
+        if self._pool.healthy:
+            self._ready_again()
+
+    async def engine_back(self, engine: Engine) -> None:
+        """Told by the pool: what engines serve now is what steps that begin go by."""
+        info = self._pool.serves
+        if info != self.info:
+            logger.warning("window_changed", extra={"engine": engine.name, "window": info.max_model_len})
+            for session in self.sessions:
+                session.overflowed.clear()  # what did not fit may fit now
+            self.info = info
+        self._ready_again()
+        self._ids_at = 0.0
+        await self._learn_ids(engine)
+
+    async def _learn_ids(self, engine: Engine) -> None:
+        """Ask again for marker ids that the server could not tell: its route may have been missing for a moment."""
+        if self._ids is None and time.monotonic() >= self._ids_at:
+            self._ids_at = time.monotonic() + MISSING_S
+            self._ids = await _marker_ids(engine, self.family)
+
+    def _ready_again(self) -> None:
+        self.died = None
+        self.hub.publish(self.ready())
 
     def ready(self) -> EngineReady:
         """The event that tells a reader of the model, its window in tokens and the cutoff's band."""
         cutoff = self.policy.cutoff
         return EngineReady(
-            t=time.time(), engine=self.engine.name, model=self.info.model, max_model_len=self.info.max_model_len,
+            t=time.time(), engine=self._pool.first.name, model=self.info.model, max_model_len=self.info.max_model_len,
             f_min=cutoff.f_min if cutoff.mode == "adaptive" else cutoff.f_max, f_max=cutoff.f_max,
         )  # fmt: skip
 
@@ -241,6 +283,8 @@ class Guard:
             assert engine is not None
             told = False
             try:
+                if engine.name in self._pool.away:
+                    await self._pool.look(engine)
                 async with aclosing(self._step(engine, body, request, identity, asked, route, side, reply, fit)) as chunks:
                     async for chunk in chunks:
                         told = True
@@ -250,7 +294,8 @@ class Guard:
                 fit = refused.fit
                 logger.info("limit_lowered", extra={"session": str(identity), "engine": engine.name, "max_tokens": fit.most})
             except EngineDiedError as error:
-                self._pool.failed(engine, error)
+                if engine.name not in self._pool.away:
+                    self._pool.failed(engine, EngineDiedError(without_content(str(error), body)))
                 failed.append(engine.name)
                 # in the middle of a stream another engine would go on with other words, so the client is told and may ask again
                 if told or self._pool.choose(str(identity), failed) is None:
@@ -269,6 +314,8 @@ class Guard:
         """
         prompt = await engine.tokenize_chat({"model": self.info.model, **body})
         exact = prompt is not None or fit.prompt is not None
+        if prompt is not None:
+            await self._learn_ids(engine)
         length = fit.prompt or (len(prompt) if prompt is not None else self._estimate(body, engine))
         try:
             want = self._want(request, length, exact=exact)
@@ -332,7 +379,6 @@ class Guard:
                         reply.think_cap = step.controller.cap.think_cap
                         yield chunk
                 error, self.died = "", None
-                self._pool.answered(engine)
             except EngineRequestError as failure:
                 error = without_content(str(failure), body)
                 undone = not began and not read.tally.total
@@ -349,9 +395,6 @@ class Guard:
             except AgentGuardError as failure:
                 error = without_content(str(failure), body)
                 undone = isinstance(failure, EngineError) and not began and not read.tally.total
-                if isinstance(failure, EngineDiedError) and self.died is None:
-                    self.died = EngineDied(t=time.time(), engine=engine.name, reason=error)
-                    self.hub.publish(self.died)
                 raise
             except Exception as failure:
                 error = without_content(f"internal: {failure!r}", body)
@@ -588,4 +631,7 @@ async def _marker_ids(engine: Engine, family: Family) -> MarkerIds | None:
     """The family's markers as ids, None where the server cannot tell: counts are then estimates from the text."""
     found = [await engine.tokenize_text(text) for text in (family.markers.start, family.markers.end, family.closing)]
     start, end, closing = found
-    return MarkerIds(tuple(start), tuple(end), tuple(closing)) if start and end and closing else None
+    if not start or not end or not closing:
+        return None
+    blanks = [await engine.tokenize_text(text) for text in (*BLANKS, family.label) if text]
+    return MarkerIds(tuple(start), tuple(end), tuple(closing), tuple(tuple(ids) for ids in blanks if ids))

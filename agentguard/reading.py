@@ -10,18 +10,25 @@ from collections.abc import Mapping
 from typing import Any
 
 from agentguard.engines.base import Chunk
+from agentguard.engines.chunks import ANSWERS, BLOCKS, REASONING, count
 from agentguard.engines.facts import Facts
 from agentguard.events import Note
 from agentguard.requests import ChatRequest
 from agentguard.trace.markers import Family
+from agentguard.trace.opening import behind, ends_inside, opens
 from agentguard.trace.splitter import Splitter
-from agentguard.trace.tally import MarkerIds, Tally, TextTally, find_last
+from agentguard.trace.tally import MarkerIds, Tally, TextTally
 
 _TAIL = 2000
+_CUT = ("length", "max_tokens", "model_length", "content_filter", "abort", "error")
+"""Finish reasons behind which no end of turn stands."""
+_LARGEST = 1 << 53
+"""The largest whole number that JSON's readers agree on."""
 
 
 class Reading:
-    """``prompt``: its ids, None when the server cannot tell; ``facts``: what is known of the engine, which a stream adds to.
+    """``prompt``: its ids, None when the server cannot tell; ``facts``: what is known of the engine, which a stream adds to;
+    ``most``: tokens the engine can have generated, and ``window`` that a prompt can have: a count beyond is not believed.
 
     notes: what the step's record will mention. ids: generated, end of turn included. given: think tokens the prompt brought.
     answered, tools: an answer's text or a tool call has come. inline: the trace comes in the content. entered, left: the latest
@@ -31,7 +38,7 @@ class Reading:
 
     def __init__(
         self, request: ChatRequest, facts: Facts, family: Family, markers: MarkerIds | None, *, prompt: list[int] | None,
-        prompt_tokens: int,
+        prompt_tokens: int, most: int, window: int,
     ) -> None:  # fmt: skip
         self.notes: list[Note] = []
         self.prompt = prompt
@@ -52,6 +59,8 @@ class Reading:
         self.shape: Chunk = {}
         """What all chunks of the step have in common: id, model and so on."""
         self._request = request
+        self._most = most
+        self._window = window
         self._facts = facts
         self._family = family
         self._markers = markers
@@ -64,6 +73,8 @@ class Reading:
         self._splitter: Splitter | None = None
         self._separates = False
         self._misfiled: list[str] = []
+        self.doubtful = False
+        """A start marker stands open in the prompt, and nothing says that the template wrote it."""
         self.tally: Tally | TextTally
         if prompt is not None and markers is not None:
             self.tally = self._open(prompt, markers)
@@ -88,22 +99,27 @@ class Reading:
 
     @property
     def turn_ended(self) -> bool:
-        """The model ended its turn: the last token is the end of turn. With a stop string of the client's it is a real token."""
-        return self.finish_reason in ("stop", "tool_calls") and not isinstance(self._stop_reason, str)
+        """The model ended its turn: the last token is the end of turn. With a stop string of the client's it is a real token.
+
+        Servers have names of their own for a natural end (`eos`, `end_turn`): every reason counts that is not known to be another.
+        """
+        return self.finish_reason not in ("", *_CUT) and not isinstance(self._stop_reason, str)
 
     @property
-    def stopped_by_client(self) -> bool:
-        """By a stop string, or by a token the client named: with several end tokens in a model's generation_config (Qwen3,
-        Llama 3, gpt-oss) vLLM reports those here too, and they are the model's own."""
-        reason = self._stop_reason
-        return self.finish_reason == "stop" and (isinstance(reason, str) or reason in self._request.stop_tokens)
+    def wanted_no_answer(self) -> bool:
+        """The client named the end of the trace as its stop: it wants the trace alone. Any other stop is meant for the answer."""
+        reason, markers = self._stop_reason, self._markers
+        if isinstance(reason, str):
+            return any(end in reason for _, end in self._family.pairs)
+        return markers is not None and reason in markers.end and reason in self._request.stop_tokens
 
-    def overrun(self, most: int) -> bool:
-        """The engine sends more than the ``most`` tokens it may, or too many chunks that hold none. A text is counted by an
-        estimate, which may be some times too high."""
+    @property
+    def overrun(self) -> bool:
+        """The engine sends more than it may, or too many chunks that hold none. A text is counted by an estimate, which may be some
+        times too high."""
         if isinstance(self.tally, Tally):
-            return self.tally.total > most or self._chunks > 4 * most
-        return self.tally.total > 8 * most or self._chunks > 16 * most
+            return self.tally.total > self._most or self._chunks > 4 * self._most
+        return self.tally.total > 8 * self._most or self._chunks > 16 * self._most
 
     def fresh(self) -> tuple[list[int], str]:
         """Ids and trace text since it was last asked."""
@@ -134,22 +150,28 @@ class Reading:
         if not self.shape:
             self.shape = {k: chunk[k] for k in ("id", "object", "created", "model", "system_fingerprint") if k in chunk}
         choice = chunk["choices"][0]
-        _normalise(choice)
         self._read(choice)
         if choice.get("finish_reason"):
             self.finish_reason, self._stop_reason = choice["finish_reason"], choice.get("stop_reason")
         return self._public(chunk)
 
+    def open_again(self) -> None:
+        """More is known of the template than when the prompt was read."""
+        if self.prompt is not None and self._markers is not None:
+            self.tally = self._open(self.prompt, self._markers)
+
     def _open(self, prompt: list[int], markers: MarkerIds) -> Tally:
-        start = find_last(prompt, markers.start)
-        opened = start > find_last(prompt, markers.end)
-        self.given = len(prompt) - start - len(markers.start) if opened else 0
+        rest = behind(prompt, markers)
+        asked = {**(self._request.model_extra or {}), "messages": self._request.messages}
+        opened = rest is not None and (opens(rest, markers, self._facts.tails.values()) or ends_inside(asked, self._family))
+        self.given = len(rest) if rest is not None and opened else 0
+        self.doubtful = rest is not None and not opened
         return Tally(markers, opened=opened)
 
     def _read(self, choice: Mapping[str, Any]) -> None:
         ids = list(choice.get("token_ids") or ())
         delta = choice.get("delta") or {}
-        reasoning = delta.get("reasoning") or delta.get("reasoning_content") or ""
+        reasoning = _thought(delta)
         content = delta.get("content") or ""
         self._separates = self._separates or bool(reasoning)
         self.tools = self.tools or _calls(delta)
@@ -194,20 +216,25 @@ class Reading:
         return reasoning + thought, "".join(text for kind, text in segments if kind == "answer")
 
     def _take_usage(self, chunk: Chunk) -> None:
+        """A server's own counts, as far as they can be true: a number it cannot have reached says nothing, nor does one below 0."""
         metrics = chunk.get("metrics")
         spec = metrics.get("speculative_decoding") if isinstance(metrics, dict) else None
         if isinstance(spec, dict):
-            rounds, drafted, accepted = (spec.get(f"num_{k}") for k in ("spec_steps", "draft_tokens", "accepted_draft_tokens"))
-            if isinstance(rounds, int) and isinstance(drafted, int) and isinstance(accepted, int):
+            rounds = count(spec.get("num_spec_steps"), self._most)
+            drafted = count(spec.get("num_draft_tokens"), _LARGEST)
+            accepted = count(spec.get("num_accepted_draft_tokens"), min(self._most, drafted or 0))
+            if rounds is not None and drafted is not None and accepted is not None:
                 self.rounds = (self.rounds or 0) + rounds
                 self.drafted = (self.drafted or 0) + drafted
                 self.accepted = (self.accepted or 0) + accepted
         usage = chunk.get("usage")
         if isinstance(usage, dict):
+            known = {k: v for k, v in usage.items() if v is None or isinstance(v, dict) or count(v, _LARGEST) is not None}
+            known["prompt_tokens"] = count(usage.get("prompt_tokens"), self._window)
+            known["completion_tokens"] = total = count(usage.get("completion_tokens"), self._most)
             details = usage.get("completion_tokens_details")
-            known = {k: v for k, v in usage.items() if v is None or isinstance(v, dict) or (isinstance(v, int) and v >= 0)}
-            if not isinstance(details, dict) or not isinstance(details.get("reasoning_tokens", 0), int | None):
-                known.pop("completion_tokens_details", None)
+            reasoning = details.get("reasoning_tokens") if isinstance(details, dict) else None
+            known["completion_tokens_details"] = {"reasoning_tokens": count(reasoning, self._most if total is None else total)}
             self._usage = {**chunk, "usage": known}
 
     # -- its end ------------------------------------------------------------------------------------------------------
@@ -260,6 +287,10 @@ class Reading:
 
     # -- a continuation -----------------------------------------------------------------------------------------------
 
+    def begin_answer(self) -> None:
+        """Another stream begins: what ended the first one, and its counts, are settled."""
+        self.finish_reason, self._stop_reason, self._usage = "", None, None
+
     def take_answer(self, chunk: Chunk, *, known: bool) -> Chunk | None:
         """A chunk of a continuation, spliced: the first part's id, no second role.
 
@@ -269,13 +300,13 @@ class Reading:
         if chunk.get("usage") or chunk.get("metrics"):
             self._take_usage(chunk)
         if chunk.get("prompt_token_ids") and not known and self._markers is not None and isinstance(self.tally, Tally):
-            again = chunk["prompt_token_ids"]
-            self.tally.inside = find_last(again, self._markers.start) > find_last(again, self._markers.end)
+            # the note is the last message, so nothing of the client's is continued
+            rest = behind(chunk["prompt_token_ids"], self._markers)
+            self.tally.inside = rest is not None and opens(rest, self._markers, self._facts.tails.values())
         self._chunks += 1
         if not chunk.get("choices"):
             return None
         choice = dict(chunk["choices"][0])
-        _normalise(choice)
         ids = list(choice.get("token_ids") or ())
         delta = dict(choice.get("delta") or {})
         if "text" in choice:
@@ -289,11 +320,11 @@ class Reading:
             inside = inside or self.tally.inside
         content = delta.get("content") or ""
         self.tools = self.tools or _calls(delta)
-        reasoning = "".join(delta.get(key) or "" for key in ("reasoning", "reasoning_content"))
+        reasoning = _thought(delta)
         if inside:
             self.note(Note.THINKS_AGAIN)
         if reasoning and not inside:
-            for key in ("reasoning", "reasoning_content"):
+            for key in (*REASONING, *BLOCKS):
                 delta.pop(key, None)
             if known:
                 content = delta["content"] = reasoning + content
@@ -348,8 +379,7 @@ class Reading:
             if not request.return_token_ids:
                 choice.pop("token_ids", None)
             if request.include_reasoning is False:
-                hidden = ("reasoning", "reasoning_content")
-                choice["delta"] = {k: v for k, v in (choice.get("delta") or {}).items() if k not in hidden}
+                choice["delta"] = {k: v for k, v in (choice.get("delta") or {}).items() if k not in (*REASONING, *BLOCKS)}
             choices.append(choice)
         shown = chunk if request.return_token_ids else {k: v for k, v in chunk.items() if k != "prompt_token_ids"}
         return {**shown, "choices": choices}
@@ -360,16 +390,11 @@ def unfinished(chunk: Chunk) -> Chunk:
     return {**chunk, "choices": [{**chunk["choices"][0], "finish_reason": None, "stop_reason": None}]}
 
 
-def _normalise(choice: Mapping[str, Any]) -> None:
-    """What some servers write otherwise: content as a list of parts, tool calls without an index."""
-    delta = choice.get("delta") or {}
-    if isinstance(delta.get("content"), list):
-        parts = [part for part in delta["content"] if isinstance(part, dict)]
-        delta["content"] = "".join(str(part.get("text") or "") for part in parts)
-    for number, call in enumerate(delta.get("tool_calls") or ()):
-        call.setdefault("index", number)
+def _thought(delta: Mapping[str, Any]) -> str:
+    """A delta's trace; a server that writes both names says the same in both."""
+    return next((delta[key] for key in REASONING if delta.get(key)), "")
 
 
 def _calls(delta: Mapping[str, Any]) -> bool:
-    """A delta that says something other than text: tool calls, and what else is neither content nor reasoning."""
-    return any(value for key, value in delta.items() if key not in ("role", "content", "reasoning", "reasoning_content"))
+    """A delta that answers with something other than text: a call, a refusal, a picture, sound."""
+    return any(delta.get(key) for key in ANSWERS)

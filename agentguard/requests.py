@@ -15,6 +15,8 @@ from agentguard.think_budget import BUDGET_NAMES, asked_budget
 
 _NOT_THE_QUESTION = ("stream", "stream_options", "metadata", "user", "extra_headers", "request_id")
 
+_TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "thinking", "reasoning", "summary_text")
+
 
 class ChatRequest(BaseModel):
     """A request as it came; fields the guard does not know are kept."""
@@ -80,6 +82,18 @@ class ChatRequest(BaseModel):
         """The client asks for no thinking, in one of the usual ways."""
         extra = self.model_extra or {}
         return (self.chat_template_kwargs or {}).get("enable_thinking") is False or extra.get("reasoning_effort") == "none"
+
+    @property
+    def text_only(self) -> bool:
+        """The messages hold nothing but text: no picture, sound, video or file."""
+        for message in self.messages:
+            content = message.get("content")
+            if message.get("audio") or message.get("images"):
+                return False
+            for part in content if isinstance(content, list) else ():
+                if isinstance(part, dict) and part.get("type", "text") not in _TEXT_PARTS:
+                    return False
+        return True
 
     @property
     def stop_tokens(self) -> list[Any]:

@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from agentguard.continuation import Behind, as_note, at_token_level, fit, through_template, without_copies, without_partial
@@ -24,6 +24,7 @@ from agentguard.requests import ChatRequest
 from agentguard.trace.controller import Close, Controller
 from agentguard.trace.cutoff import CloseReason, Term
 from agentguard.trace.markers import Family
+from agentguard.trace.opening import another_chat, switches, tail
 from agentguard.trace.tally import MarkerIds, Tally
 
 logger = logging.getLogger(__name__)
@@ -32,6 +33,8 @@ OVERRUN = 256
 WAIT = 64
 """Think tokens after a close was ordered in the engine before the stream is cut instead; a close takes effect within a round."""
 NO_ANSWER = "(no answer: the token limit was used up by the reasoning)"
+FILTERED = "content_filter"
+NO_ANSWER_FILTERED = "(no answer: the server's content filter ended it)"
 How = Literal["engine", "tokens", "chat", "note", "none"]
 _BY_CAP = (CloseReason.BUDGET, CloseReason.RESERVE, CloseReason.SESSION)
 
@@ -61,12 +64,17 @@ class Step:
     ) -> None:  # fmt: skip
         self.request_id = request_id
         self.controller = controller
-        self.reading = Reading(request, engine.facts, family, ids, prompt=prompt, prompt_tokens=prompt_tokens)
+        cap = controller.cap
+        self.reading = Reading(
+            request, engine.facts, family, ids, prompt=prompt, prompt_tokens=prompt_tokens, most=max(cap.budget, 1) + OVERRUN,
+            window=cap.window,
+        )  # fmt: skip
         self.closed: CloseReason | None = None
         self.continued = False
         self._engine = engine
         self._request = request
         self._upstream = upstream
+        self._rendered = prompt
         self._session = session
         self._family = family
         self._marker_ids = ids
@@ -75,14 +83,10 @@ class Step:
         self._clock = clock
         # one token over the limit, and the transition the server may write before the marker
         self._slack = 1 + (len(ids.closing) - len(ids.end) if ids is not None else 0)
-        self._off = controller.cap.off
-        self._most = max(controller.cap.budget, 1) + OVERRUN
-        self._limit = controller.cap.think_cap
+        self._off = cap.off
+        self._limit = cap.think_cap
         self._pending: Close | None = None
         self._pending_at = 0
-        # a stock server counts what the prompt opened towards the budget, the guard counts what the model wrote
-        if "thinking_token_budget" in upstream:
-            upstream["thinking_token_budget"] += self.reading.given
 
     def ask_to_close(self, why: str) -> None:
         """An operator closes the trace; see `Controller.ask_to_close`."""
@@ -93,7 +97,11 @@ class Step:
         read = self.reading
         cut: Close | None = None
         last: Chunk | None = None
-        async with aclosing(self._engine.chat(self._upstream, self.request_id, self._session)) as chunks:
+        await self._learn_opening()
+        # a stock server counts what the prompt opened towards the budget, the guard counts what the model wrote
+        if "thinking_token_budget" in self._upstream:
+            self._upstream["thinking_token_budget"] += read.given
+        async with aclosing(self._whole(self._engine.chat(self._upstream, self.request_id, self._session))) as chunks:
             while True:
                 try:
                     async with asyncio.timeout(self._patience()):
@@ -110,7 +118,7 @@ class Step:
                     self.controller.new_block()
                 if read.left:
                     self._left_block()
-                if read.overrun(self._most):
+                if read.overrun:
                     for held in (last, shown):
                         if held is not None:
                             yield unfinished(held)
@@ -146,10 +154,51 @@ class Step:
                 async for chunk in more:
                     yield chunk
             last = read.choice({}, read.finish_reason)
+        elif read.empty and read.finish_reason == FILTERED and not self._off:
+            assert last is not None
+            yield unfinished(last)
+            yield read.choice({"content": NO_ANSWER_FILTERED})
+            last = read.choice({}, FILTERED)
         read.look_back(closed=self.closed is not None, usual_answer=self._usual_answer)
         assert last is not None
         yield last
         yield read.final_usage()
+
+    async def _learn_opening(self) -> None:
+        """Where a start marker stands open in the prompt, and it cannot be seen whether the template wrote it or the client quotes
+        it: ask how a chat that says something else is rendered, once for a template and its switches."""
+        facts, ids = self._engine.facts, self._marker_ids
+        if ids is None or not self.reading.doubtful or switches(self._upstream) in facts.tails:
+            return
+        try:
+            asked, bare = [
+                await self._engine.tokenize_chat(another_chat(self._upstream, generation=generation))
+                for generation in (True, False)
+            ]
+        except EngineDiedError:
+            raise
+        except EngineError as error:
+            self._warn("opening_unknown", error=loggable(error))
+            return
+        facts.learn_tail(switches(self._upstream), tail(asked, bare, ids))
+        self.reading.open_again()
+
+    async def _whole(self, chunks: Stream) -> Stream:
+        """The chunks. A fault behind the finish reason takes nothing back: the answer was whole."""
+        read = self.reading
+        async with aclosing(chunks):
+            while True:
+                try:
+                    chunk = await anext(chunks, None)
+                except EngineError as error:
+                    if not read.finish_reason:
+                        raise
+                    read.note(Note.FAULT_BEHIND)
+                    self._warn("fault_behind_the_end", error=loggable(error))
+                    return
+                if chunk is None:
+                    return
+                yield chunk
 
     def _patience(self) -> float | None:
         """Seconds to wait for the next chunk: until the deadline while the trace is open, else as long as the engine's client."""
@@ -253,10 +302,10 @@ class Step:
     # -- going on -----------------------------------------------------------------------------------------------------
 
     def _needs_answer(self) -> bool:
-        """A step without an answer goes on, unless the client's own stop ended it."""
+        """A step without an answer goes on, whatever ended it: a client's stop is meant for the answer, so one that fires inside
+        the trace ends that alone. But for the end of the trace as the client's stop, and for what a content filter ended."""
         read = self.reading
-        ended = read.finish_reason in ("stop", "length", "tool_calls")  # and not by a content filter, say
-        return read.empty and ended and not self._off and not read.stopped_by_client
+        return read.empty and not self._off and not read.wanted_no_answer and read.finish_reason != FILTERED
 
     async def _go_on(self, cut: Close | None) -> Stream:
         """The answer behind a trace that was cut, or behind one the model left without an answer."""
@@ -269,7 +318,7 @@ class Step:
         self.continued = True
         self._pending = None
         how: How = "none"
-        read.finish_reason = ""
+        read.begin_answer()
         try:
             if open_trace and read.inline:
                 # the client reads the trace in the content, so it has to see its end there
@@ -309,12 +358,12 @@ class Step:
         chunks = self._engine.complete(prompt, body, name) if prompt is not None else self._engine.chat(body, name, self._session)
         # behind a note the model may think again, and where its template opens the block it does
         known = kind != "note" and isinstance(read.tally, Tally)
-        async with aclosing(chunks):
-            async for chunk in chunks:
+        async with aclosing(self._whole(chunks)) as whole:
+            async for chunk in whole:
                 shown = read.take_answer(chunk, known=known)
                 if shown is not None:
                     yield shown
-                if read.overrun(self._most):
+                if read.overrun:
                     read.finish_reason = "length"
                     break
         misfiled = read.misfiled()
@@ -345,7 +394,8 @@ class Step:
         if xargs:
             upstream["vllm_xargs"] = xargs
         exact = bool(behind.prompt) and isinstance(self.reading.tally, Tally)
-        plain = not self._request.tools and not upstream.get("logprobs")
+        # ids stand for no picture: what they were made from goes only with the messages
+        plain = not self._request.tools and not upstream.get("logprobs") and self._request.text_only
         if exact and plain and self._marker_ids is not None:
             prompt, body = at_token_level(upstream, behind, self._marker_ids)
             yield "tokens", body, prompt
@@ -370,7 +420,7 @@ class Step:
     async def _fits(self, body: Mapping[str, Any], behind: Behind, carrier: Carrier) -> bool:
         """Does the template carry the trace? Asked of /tokenize, without generating anything; where nobody can tell, a server that
         knows the fields is believed."""
-        if self._marker_ids is None or not behind.prompt or not behind.trace:
+        if self._marker_ids is None or not self._rendered or not behind.trace:
             return True
         try:
             rendered = await self._engine.tokenize_chat(body)
@@ -380,7 +430,8 @@ class Step:
             return False
         if rendered is None:
             return True
-        good = fit(rendered, behind, self._marker_ids) != "lost"
+        # /tokenize against /tokenize: a server fills in a picture's place only when it serves
+        good = fit(rendered, replace(behind, prompt=self._rendered), self._marker_ids) != "lost"
         if good:
             self._engine.facts.carrier = carrier
         elif carrier == "content" and self._engine.facts.carrier == "unknown":

@@ -186,6 +186,28 @@ def milliseconds(
     return statistics.median(spent or launched), statistics.median(launched)
 
 
+def shapes(v: int, requests: int, device: str, candidates: tuple[tuning.Shape, ...]) -> dict[str, Any]:
+    """Statistics and a rewriting of two passes with each block size, and the fastest one; a start of an engine measures nothing."""
+    target, draft, x = rows_of(requests, v, device, torch.bfloat16)
+    numbers = table_of([table.numbers(RuleSpec.parse("casc-tok-v3:0.3"))] * requests, device)
+    one, kept = laid_out(target, draft, x, numbers)(), target.clone()
+    spent: dict[tuning.Shape, list[float]] = {}
+
+    def measure(shape: tuning.Shape) -> float:
+        def call() -> None:
+            stats, verdict = launch.statistics(one, numbers, shape=shape)
+            launch.rewrite(one, numbers, stats, verdict, sums=True, shape=shape)
+
+        spent.setdefault(shape, []).append(milliseconds(call, device, 1 if device == "cpu" else 10, lambda: target.copy_(kept))[0])
+        return spent[shape][-1]
+
+    best = tuning.fastest(measure, candidates)
+    return {
+        "taken": str(tuning.shape_for(device)), "fastest": str(best), "setting": f"{tuning.BLOCK_ENV}={best}",
+        "ms": {str(shape): statistics.median(times) for shape, times in spent.items()},
+    }  # fmt: skip
+
+
 def stock_call(target: torch.Tensor, draft: torch.Tensor, x: torch.Tensor) -> tuple[str, Callable[[], Any]]:
     """vLLM's verification of these rows, or in torch what it has to do."""
     n, device = len(x), target.device
@@ -212,7 +234,7 @@ def stock_call(target: torch.Tensor, draft: torch.Tensor, x: torch.Tensor) -> tu
     return "the same work in torch, as vLLM is not installed", verify
 
 
-def timed(v: int, rows: int, device: str, repeats: int, tuned: bool) -> dict[str, Any]:
+def timed(v: int, rows: int, device: str, repeats: int) -> dict[str, Any]:
     """Times at ``rows`` draft rows, in ms: the stock verification, and what the seam does before it under each rule."""
     requests = max(1, rows // K)
     target, draft, x = rows_of(requests, v, device, torch.bfloat16)
@@ -222,7 +244,7 @@ def timed(v: int, rows: int, device: str, repeats: int, tuned: bool) -> dict[str
     nothing = table_of([table.numbers(RuleSpec("strict"))] * requests, device)
     statistics_only = laid_out(target, draft, x, nothing)()
     statistics_only.want.fill_(words.WANT_TARGET | words.WANT_DRAFT)
-    out["telemetry_ms"], _ = milliseconds(lambda: launch.statistics(statistics_only, tuned=tuned), device, repeats)
+    out["telemetry_ms"], _ = milliseconds(lambda: launch.statistics(statistics_only), device, repeats)
     out["strict"] = strict(call, requests, target, repeats, device)
     kept = target.clone(), draft.clone()
     for text in TIMED:
@@ -233,8 +255,8 @@ def timed(v: int, rows: int, device: str, repeats: int, tuned: bool) -> dict[str
 
         def rewritten(lay: Callable[[], Batch] = lay, numbers: torch.Tensor = numbers, sums: bool = sums) -> None:
             one = lay()
-            stats, verdict = launch.statistics(one, numbers, tuned=tuned)
-            launch.rewrite(one, numbers, stats, verdict, sums=sums, tuned=tuned)
+            stats, verdict = launch.statistics(one, numbers)
+            launch.rewrite(one, numbers, stats, verdict, sums=sums)
 
         spent, host = milliseconds(rewritten, device, repeats, lambda: (target.copy_(kept[0]), draft.copy_(kept[1])))
         out["rules"][str(spec)] = {
@@ -262,7 +284,7 @@ def strict(call: Callable[[], Any], requests: int, target: torch.Tensor, repeats
         return call()
 
     slots: Any = SimpleNamespace(acting=np.zeros(requests, dtype=bool))
-    seam = SeamV2(stock, slots, tap=None, choice=kernels.Choice(False, ""), tuned=False, reported=False)
+    seam = SeamV2(stock, slots, tap=None, choice=kernels.Choice(False, ""), reported=False)
     batch = SimpleNamespace(idx_mapping_np=np.arange(requests), req_ids=[str(i) for i in range(requests)])
     ends = torch.zeros(requests + 1, dtype=torch.int32, device=target.device)
 
@@ -364,13 +386,13 @@ def main() -> int:
         print(choice.reason, file=sys.stderr)
         return 2
     parts: dict[str, Callable[[], Any]] = {
-        "shape": lambda: vars_of(tuning.shape_for(large, device, not small)),
+        "shape": lambda: shapes(large, 2 if small else 64, device, tuning.CANDIDATES[-1:] if small else tuning.CANDIDATES),
         "checks": lambda: [check(v, device, t, 2 if small else 4, checked) for v in sizes for t in dtypes(small)],
         "repeatable": lambda: repeatable(large, device, 2),
         "trace": lambda: traced(device),
         "no_sync": lambda: no_sync(large, device),
         "set_up": set_up,
-        "times": lambda: [timed(large, n, device, repeats, not small) for n in counts],
+        "times": lambda: [timed(large, n, device, repeats) for n in counts],
     }
     if not small:
         parts["engine"] = engine
@@ -398,10 +420,6 @@ def goals_missed(out: dict[str, Any]) -> list[str]:
 
 def dtypes(small: bool) -> tuple[torch.dtype, ...]:
     return (torch.bfloat16,) if small else (torch.float32, torch.bfloat16)
-
-
-def vars_of(shape: tuning.Shape) -> dict[str, int]:
-    return {"block": shape.block, "warps": shape.warps}
 
 
 if __name__ == "__main__":

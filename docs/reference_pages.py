@@ -75,7 +75,8 @@ EVENTS = f"""# Events
 
 `GET /agentguard/events` streams them as server-sent events; `--events FILE` of a study and `--record` of the monitor keep them as
 JSON Lines. Each is an object whose `type` is the name below; a reader skips fields and types it does not know. `t` is UNIX time in
-seconds. No event holds text of prompts, traces or answers.
+seconds. No event holds text of prompts, traces or answers. On the engine's own socket a `verification_step` travels as a
+`packed_step` (`agentguard.events.PackedStep`); a gateway reads both, so update it before the engine.
 """
 
 

@@ -137,19 +137,30 @@ def _copied(to: Tensor, source: Tensor, kwargs: dict[str, Any], func: Callable[.
     return to
 
 
+chosen: list[torch.device] = []
+"""What threads have set as their device."""
+waits: list[bool] = []
+"""Waits for an event, whether the waiting thread slept."""
+
+
 class _Event:
+    def __init__(self, *, blocking: bool = False) -> None:
+        self.blocking = blocking
+
     def record(self) -> None: ...
 
     def query(self) -> bool:
         return True
 
-    def synchronize(self) -> None: ...
+    def synchronize(self) -> None:
+        waits.append(self.blocking)
 
 
 @contextlib.contextmanager
 def on_a_device() -> Iterator[torch.device]:
     """For the time of a step; yields the device."""
     event, launch, pin = torch.cuda.Event, interpreter.GridExecutor.__call__, Tensor.pin_memory
+    set_device, taken = torch.cuda.set_device, chosen.append
 
     def launched(self: Any, *args: Any, **kwargs: Any) -> Any:
         host = [a for a in args if isinstance(a, Tensor) and not isinstance(a, OnDevice)]
@@ -158,6 +169,9 @@ def on_a_device() -> Iterator[torch.device]:
         with torch._C.DisableTorchFunction():
             return launch(self, *_plain(args), **kwargs)
 
+    chosen.clear()
+    waits.clear()
+    torch.cuda.set_device = taken
     torch.cuda.Event = _Event  # type: ignore[assignment, misc]
     Tensor.pin_memory = torch._C.TensorBase.pin_memory  # type: ignore[method-assign]  # vLLM's CPU worker has it do nothing
     interpreter.GridExecutor.__call__ = launched
@@ -165,6 +179,7 @@ def on_a_device() -> Iterator[torch.device]:
         with _Device():
             yield DEVICE
     finally:
+        torch.cuda.set_device = set_device
         torch.cuda.Event = event  # type: ignore[misc]
         Tensor.pin_memory = pin  # type: ignore[method-assign]
         interpreter.GridExecutor.__call__ = launch

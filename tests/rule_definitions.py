@@ -109,10 +109,12 @@ def mentored(p: Row, q: Row, budget: float, gaps: Gaps) -> Row:
 def trusted_set(name: str, p: Row, q: Row, alpha: float, gaps: Gaps) -> list[bool]:
     top = max(p)
     if name == "casc-tok-v1":
-        return [gaps.at_least(b, top - alpha) for b in q]
-    if name == "casc-tok-v2":
-        return [gaps.at_least(a, top - alpha) for a in p]
-    return [gaps.at_least(a, (1 - alpha) * top) for a in p]
+        inside = [gaps.at_least(b, top - alpha) for b in q]
+    elif name == "casc-tok-v2":
+        inside = [gaps.at_least(a, top - alpha) for a in p]
+    else:
+        inside = [gaps.at_least(a, (1 - alpha) * top) for a in p]
+    return [i and a > 0 for i, a in zip(inside, p, strict=True)]  # none that the target forbids
 
 
 def trusted(name: str, p: Row, q: Row, knob: float, gaps: Gaps) -> bool:

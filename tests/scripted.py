@@ -66,7 +66,8 @@ class Script:
 
     chat, complete: the items, or a function of the request's body. again: the chat calls after the first. plugin: our routes are
     there; a budget that is set ends the trace of a function's stream, which sees it in `budget`. refuses: fields that are answered
-    with 400. tokenizes: /tokenize is there. carrier: the message field through which the template shows a partial trace.
+    with 400. tokenizes: /tokenize is there. carrier: the message field through which the template shows a partial trace. renders:
+    the prompt of a chat request, in place of ``prompt`` for all.
     """
 
     chat: Items | Callable[[dict[str, Any]], Iterable[Any]] = field(default_factory=list)
@@ -76,6 +77,8 @@ class Script:
     refuses: tuple[str, ...] = ()
     tokenizes: bool = True
     carrier: str = ""
+    model: str = "scripted"
+    renders: Callable[[dict[str, Any]], list[int]] | None = None
     window: int | None = 1000
     budget: int | None = None
     status: int = 200
@@ -95,7 +98,7 @@ def application(script: Script) -> Starlette:
     """The upstream's app."""
 
     async def models(_: Request) -> Response:
-        return JSONResponse({"data": [{"id": "scripted", **({"max_model_len": script.window} if script.window else {})}]})
+        return JSONResponse({"data": [{"id": script.model, **({"max_model_len": script.window} if script.window else {})}]})
 
     async def tokenize(request: Request) -> Response:
         if not script.tokenizes:
@@ -103,6 +106,8 @@ def application(script: Script) -> Starlette:
         body = await request.json()
         if "prompt" in body:
             return JSONResponse({"tokens": ids_of(body["prompt"])})
+        if script.renders is not None:
+            return JSONResponse({"tokens": script.renders(body)})
         if not body.get("continue_final_message"):
             return JSONResponse({"tokens": script.prompt})
         last, shown = body["messages"][-1], script.prompt[: -1 if script.prompt[-1] == START else None]
@@ -173,8 +178,8 @@ def application(script: Script) -> Starlette:
 
 
 @asynccontextmanager
-async def upstream(script: Script) -> AsyncIterator[str]:
-    config = uvicorn.Config(application(script), host="127.0.0.1", port=0, log_level="critical", lifespan="off")
+async def upstream(script: Script, port: int = 0) -> AsyncIterator[str]:
+    config = uvicorn.Config(application(script), host="127.0.0.1", port=port, log_level="critical", lifespan="off")
     server = uvicorn.Server(config)
     server.capture_signals = _no_signals  # type: ignore[method-assign, assignment]
     task = asyncio.create_task(server.serve())

@@ -183,7 +183,7 @@ async def test_a_connection_that_sends_half_a_request_is_ended() -> None:
         loop = asyncio.get_running_loop()
         server = next(
             o for task in asyncio.all_tasks() if task.get_name() == "silent connections"
-            for o in [task.get_coro().cr_frame.f_locals["connections"]]  # type: ignore[union-attr]
+            for o in [task.get_coro().cr_await.cr_frame.f_locals["connections"]]  # type: ignore[union-attr]
         )  # fmt: skip
         async with asyncio.timeout(20):
             reader, writer = await asyncio.open_connection(*r.url[7:].split(":"))

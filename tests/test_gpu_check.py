@@ -25,6 +25,7 @@ def test_the_dry_run_goes_through(tmp_path: Path) -> None:
     assert json.loads(done.stdout) == found
     assert all(one["passed"] for one in (*found["checks"], found["repeatable"], found["trace"]))
     assert found["no_sync"] == {"passed": None, "reason": "needs a CUDA device"}
+    assert found["shape"]["setting"] == "AG_BLOCK=8192x8"
     assert found["times"][0]["rows"] == 8
     assert found["times"][0]["strict"]["over_stock"] > 0, "the seam was timed around the stock call"
     assert found["goals_missed"] is None, "times under the interpreter are no times"

@@ -13,7 +13,7 @@ import pytest
 
 from agentguard.engines.openai_http import OpenAIEngine
 from agentguard.errors import ConfigError, EngineDiedError, EngineError, EngineRequestError
-from agentguard.events import EngineDied, Event, Note, StepFinished, StepStarted, TraceClosed
+from agentguard.events import EngineDied, EngineReady, Event, Note, StepFinished, StepStarted, TraceClosed
 from agentguard.gateway.server import bind, gateway
 from agentguard.identity import Identity
 from agentguard.middleware import Guard
@@ -216,7 +216,8 @@ async def test_an_engine_that_dies_in_the_middle_ends_the_stream_with_an_error()
                 await r.step()
         assert r.finished().think_tokens == 1
         assert "is gone" in r.finished().error
-        assert len([e for e in r.events if isinstance(e, EngineDied)]) == 1
+        # asked again it was there, and then it died again
+        assert [type(e) for e in r.events if isinstance(e, EngineDied | EngineReady)] == [EngineReady, EngineDied] * 2
         async with httpx2.AsyncClient(base_url=r.url) as client:
             reply = await client.post("/v1/chat/completions", json={**ASK, "stream": True})
         events = [line[6:] for line in reply.text.splitlines() if line.startswith("data: ")]
@@ -239,11 +240,41 @@ async def test_a_stop_string_of_the_client_ends_the_step_and_counts_its_token() 
     async with rig(Script(chat=[chunk([A, END], reasoning="a"), stopped, USAGE])) as r:
         await r.step({**ASK, "stop": ["b"]})
         assert (r.finished().answer_tokens, r.finished().marker_tokens, r.finished().continued) == (1, 1, False)
-    silent = chunk([A], reasoning="a", finish="stop")
-    silent["choices"][0]["stop_reason"] = "a"
-    async with rig(Script(chat=[silent, USAGE])) as r:
-        await r.step({**ASK, "stop": ["a"]})
-        assert (r.finished().think_tokens, r.finished().continued, r.finished().empty_answer) == (1, False, True)
+
+
+@pytest.mark.parametrize("reason", ["x", 77])
+async def test_a_stop_of_the_client_s_that_fires_inside_the_trace_ends_the_trace(reason: str | int) -> None:
+    """A stop is meant for the answer; within the trace it left an empty message."""
+    silent = chunk([A, 77], reasoning="a", finish="stop")
+    silent["choices"][0]["stop_reason"] = reason
+    script = Script(chat=[silent, USAGE], complete=[text_chunk([B, STOP], "b", "stop"), USAGE])
+    async with rig(script) as r:
+        chunks = await r.step({**ASK, "stop": ["x"], "stop_token_ids": [77]})
+        assert (text(chunks), r.finished().continued, r.finished().empty_answer) == ("b", True, False)
+    # a stop string's tokens belong to the trace, a token that ended the turn does not
+    assert script.seen[1][1]["prompt"] == [5, 6, START, A, *([77] if reason == "x" else []), END]
+    assert script.seen[1][1]["stop"] == ["x"]
+
+
+@pytest.mark.parametrize("reason", ["</think>", END])
+async def test_a_client_that_stops_at_the_end_of_the_trace_wants_the_trace_alone(reason: str | int) -> None:
+    traced = chunk([A, END], reasoning="a", finish="stop")
+    traced["choices"][0]["stop_reason"] = reason
+    async with rig(Script(chat=[traced, USAGE])) as r:
+        chunks = await r.step({**ASK, "stop": ["</think>"], "stop_token_ids": [END]})
+        assert (text(chunks), text(chunks, "reasoning"), r.finished().continued) == ("", "a", False)
+
+
+@pytest.mark.parametrize("reason", ["eos", "end_turn", "stop_sequence", "abort", "length", "max_tokens"])
+async def test_a_step_goes_on_whatever_its_server_calls_the_end_of_the_trace(reason: str) -> None:
+    script = Script(
+        chat=[chunk([A], reasoning="a"), chunk([STOP], finish=reason), USAGE],
+        complete=[text_chunk([B, STOP], "b", "stop"), USAGE],
+    )  # fmt: skip
+    async with rig(script) as r:
+        assert text(await r.step()) == "b"
+    ends = reason not in ("abort", "length", "max_tokens")
+    assert script.seen[1][1]["prompt"] == [5, 6, START, A, *([] if ends else [STOP]), END]
 
 
 @pytest.mark.parametrize("pieces", [[([END], "</think>"), ([B, STOP], "b")], [([END, B, STOP], "</think>b")]])
@@ -255,15 +286,15 @@ async def test_a_block_that_the_model_closes_once_more_is_no_answer(pieces: list
         assert (text(chunks), r.finished().continued) == ("b", True)
 
 
-@pytest.mark.parametrize(("named", "rescued"), [(None, True), ([7], True), ([STOP], False)])
-async def test_an_end_token_of_the_model_s_own_is_no_stop_of_the_client(named: list[int] | None, rescued: bool) -> None:
+@pytest.mark.parametrize("named", [None, [7], [STOP]])
+async def test_an_end_token_of_the_model_s_own_is_no_stop_of_the_client(named: list[int] | None) -> None:
     """vLLM reports every end token of generation_config but the first as a stop reason."""
     ended = chunk([A, STOP], reasoning="a", finish="stop")
     ended["choices"][0]["stop_reason"] = STOP
     async with rig(Script(chat=[ended, USAGE], complete=[text_chunk([B, STOP], "b", "stop"), USAGE])) as r:
         chunks = await r.step(ASK if named is None else {**ASK, "stop_token_ids": named})
         finished = r.finished()
-    assert (finished.continued, finished.empty_answer, text(chunks)) == ((True, False, "b") if rescued else (False, True, ""))
+    assert (finished.continued, finished.empty_answer, text(chunks)) == (True, False, "b")
 
 
 async def test_the_blocks_of_a_step_have_one_budget_together() -> None:

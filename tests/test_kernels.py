@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 
+from agentguard.errors import ConfigError
 from agentguard.events import RowFlag
 from agentguard.rulespec import RuleSpec
 from engine_plugins import kernels, rules
@@ -16,7 +17,7 @@ from engine_plugins.kernels import batch as words
 from engine_plugins.kernels import launch, table, tuning, twin
 from engine_plugins.kernels.batch import Batch, table_of
 from engine_plugins.rules.exact import acceptance_of, recovered_of
-from engine_plugins.vllm import observe
+from engine_plugins.vllm import observe, ranks
 
 pytestmark = [
     pytest.mark.kernels,
@@ -122,6 +123,52 @@ def test_every_rule_s_pair_is_its_twin_s(v: int) -> None:
     assert v > 320 or {0, words.INSIDE, words.OUTSIDE} == set(verdicts.tolist())
 
 
+IN_TORCH = ("mentored:0.2", "cactus-exact:0.25", "top-k:3")
+
+
+def residual_of(target: torch.Tensor, draft: torch.Tensor) -> torch.Tensor:
+    """[rows, V] what vLLM draws from after a rejection, up to a factor: its `_resample_kernel` in float32, step by step."""
+
+    def log_probabilities(logits: torch.Tensor) -> torch.Tensor:
+        top = logits.amax(-1, keepdim=True)
+        return logits - (top + (logits - top).exp().sum(-1, keepdim=True).log())
+
+    log_p, log_q = log_probabilities(target), log_probabilities(draft)
+    ratio = (log_q - log_p).exp()
+    return torch.where(ratio < 1, log_p + torch.log1p(-ratio), -torch.inf).exp()
+
+
+def test_a_forbidden_token_has_no_probability_under_any_rule() -> None:
+    """Not even by rounding: where p' = q' in the reals, float32 leaves a difference, and vLLM would draw from it. The draft is sure
+    of a token that a grammar forbids, the drafted token is another one."""
+    names = [n for n in texts("", "p_min=0.1,top_k=3") for _ in range(3)]
+    names += [f"{n}{extra}" for n in IN_TORCH for extra in ("", ",p_min=0.1,top_k=3") for _ in range(3)]
+    names += ["interp:0.9999999"] * 3
+    n, v, allowed = len(names), 512, 100
+    generator = torch.Generator().manual_seed(1)
+    target, draft = (torch.randn(n, v, generator=generator) * 2 for _ in range(2))
+    target[:, allowed:] = -torch.inf
+    draft[:, allowed + 9] += 13.0
+    x = torch.randint(0, allowed, (n,), generator=generator)
+    specs = [RuleSpec.parse(name) for name in names]
+    numbers = table_of([table.numbers(s) for s in specs])
+    batch = Batch.of(target.clone(), x, draft.unsqueeze(1).clone())
+    stats, verdict = launch.statistics(batch, numbers)
+    launch.rewrite(batch, numbers, stats, verdict, sums=True)
+    judged = [rules.get(s) for s in specs]
+    twin.rewrite(batch, verdict, judged, only=frozenset(s.name for s in specs if s.name not in table.CODES))
+    assert {words.INSIDE, words.OUTSIDE} <= set(verdict.tolist())
+    assert batch.draft is not None
+    drawn = residual_of(batch.target, batch.draft.squeeze(1))
+    for row, name in enumerate(names):
+        assert batch.target[row, allowed:].max() == -torch.inf, name
+        assert drawn[row, allowed:].max() == 0, name
+        # runner V1: its verification draws from max(p' - q', 0), without a logarithm
+        logits, q = target[row : row + 1].clone(), draft[row : row + 1].softmax(-1)
+        judged[row].rewrite(logits, q, x[row : row + 1])
+        assert (logits.softmax(-1) - q).clamp_min(0)[:, allowed:].max() == 0, name
+
+
 def test_ragged_rows_temperatures_slots_and_a_shorter_draft() -> None:
     """Rows of a wider matrix, two steps a slot, a draft vocabulary 24 tokens short, and temperatures of their own."""
     v, n = 344, 16
@@ -171,6 +218,19 @@ def test_bfloat16_drafts_make_exact_pairs() -> None:
     names = texts("", "p_min=0.1,top_k=3")
     target, draft, x = logits_of(len(names), 96, seed=5)
     compare(Batch.of(target, x, draft.bfloat16().contiguous()), names)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_draft_row_that_is_no_law_is_found(dtype: torch.dtype) -> None:
+    """By kernel and twin, over several blocks: NaN, +inf and a row of -inf alone are none; the row of another step or slot says
+    nothing, and the first token of a request was drawn by nobody's draft."""
+    draft = torch.randn(4, 3, 300, generator=torch.Generator().manual_seed(1)).to(dtype)
+    draft[1, 0, 7], draft[2, 1, 299], draft[3, 2], draft[2, 0, :299] = torch.nan, torch.inf, -torch.inf, -torch.inf
+    slot = torch.tensor([1, 2, 3, 0]).repeat_interleave(4)
+    step = torch.arange(4, dtype=torch.int32).repeat(4)
+    expected = [False, True, False, False] + [False, False, True, False] + [False, False, False, True] + [False] * 4
+    assert launch.broken(draft, slot, step, shape=tuning.Shape(128, 1)).tolist() == expected
+    assert twin.broken(draft, slot, step).tolist() == expected
 
 
 def test_equal_inputs_give_equal_bits() -> None:
@@ -234,6 +294,19 @@ class TestChoice:
         assert kernels.choose("cpu", interpreted=True).kernels
         monkeypatch.setenv(kernels.KERNELS_ENV, "0")
         assert "AG_KERNELS=0" in kernels.choose("cuda", interpreted=False).reason
+
+    def test_block_sizes_are_the_same_at_every_start(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Fixed, or as somebody said: a seeded request draws the same tokens after a restart."""
+        monkeypatch.delenv(tuning.BLOCK_ENV, raising=False)
+        assert tuning.shape_for("cuda") == tuning.FIXED
+        monkeypatch.setenv(tuning.BLOCK_ENV, "8192x4")
+        assert tuning.shape_for("cuda") == tuning.Shape(8192, 4)
+        assert tuning.BLOCK_ENV in ranks.facts()
+        for text in ("4096", "4000x8", "4096x7", "x", "4096x8 "):
+            monkeypatch.setenv(tuning.BLOCK_ENV, text)
+            with pytest.raises(ConfigError, match=r"gpu_check\.sh names, such as 4096x8"):
+                tuning.shape_for("cuda")
+        assert all(tuning.asked(str(shape)) == shape for shape in tuning.CANDIDATES)
 
     def test_the_fastest_shape_is_taken_by_its_median(self) -> None:
         spent = {tuning.CANDIDATES[0]: iter([9, 1, 9, 9, 1]), tuning.CANDIDATES[1]: iter([5, 5, 99, 5, 5])}

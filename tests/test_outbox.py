@@ -10,6 +10,7 @@ import torch
 
 from engine_plugins.vllm import outbox
 from engine_plugins.vllm.outbox import Outbox
+from tests import fake_device
 
 
 class Event:
@@ -46,6 +47,17 @@ def test_steps_come_out_in_their_order_and_a_failing_one_is_skipped(caplog: pyte
         box.close()
     assert got == [0, 2]
     assert "a step's telemetry was lost" in caplog.text
+
+
+def test_the_thread_waits_on_the_worker_s_device_and_sleeps() -> None:
+    """A thread of its own starts on device 0, whichever the worker has."""
+    got, box = list[list[float]](), Outbox()
+    with fake_device.on_a_device():
+        box.send([fake_device.there(torch.ones(2))], lambda copies: got.append(copies[0].tolist()))
+        box.close()
+    assert got == [[1.0, 1.0]]
+    assert fake_device.chosen == [fake_device.DEVICE]
+    assert fake_device.waits == [True]
 
 
 def test_a_tap_that_falls_behind_drops_instead_of_holding_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from agentguard.events import Fate, RowFlag
 from agentguard.rulespec import RuleSpec
 from engine_plugins import rules
 from engine_plugins.rules.base import Rows
-from engine_plugins.vllm.observe import Coins, describe, rows_of
+from engine_plugins.vllm.observe import Coins, Rounds, describe
 from engine_plugins.vllm.phase import ThinkMarkers
 from engine_plugins.vllm.seam_v1 import SeamV1
 from tests import stock_kernels
@@ -31,8 +31,8 @@ class FakeTap:
     def __init__(self) -> None:
         self.frames: list[Any] = []
 
-    def publish(self, t: float, step: int, requests: list[Any]) -> None:
-        self.frames.append(requests)
+    def publish(self, t: float, step: int, rounds: Rounds) -> None:
+        self.frames.append(rounds.packed(t, "e", step).unpacked().requests)
 
 
 def call(
@@ -165,11 +165,14 @@ def test_a_row_without_a_drafted_token_says_nothing_about_token_0() -> None:
     described = describe(p.log(), q, torch.tensor([0, -1]), torch.tensor([False, False]))
     assert described.p.tolist() == [pytest.approx(float(p[0, 0])), 0.0]
     assert described.strict[1] == 0
-    flags = [0, int(RowFlag.MASKED)]
-    rows = rows_of(
-        1, [0, -1], *(c.tolist() for c in (described.p, described.q, described.rank, described.strict)), [0.5, 0.5], flags
-    )
-    assert (rows.fate[1], rows.would[1]) == (Fate.MASKED, False)
+    columns = [
+        torch.tensor([0, -1]), described.p, described.q, described.rank, described.strict, torch.full((2,), 0.5),
+        torch.tensor([0, int(RowFlag.MASKED)]), described.end, described.end,
+    ]  # fmt: skip
+    rounds = Rounds(["r"], ["strict"], [2], [1], torch.stack([c.float() for c in columns]).numpy())
+    (request,) = rounds.packed(0.0, "e", 1).unpacked().requests
+    assert request.rows.token == [0, -1]
+    assert (request.rows.fate[1], request.rows.would[1]) == (Fate.MASKED, False)
 
 
 def test_the_logits_come_back_when_anything_fails() -> None:

@@ -116,6 +116,8 @@ def test_vllm_s_own_sampler_runs_behind_the_proxy_whole_and_in_chunks(happened: 
     assert found["whole kept"]
     assert found["chunks kept"], "the model's own logits are not written to"
     assert found["steps"] == 2, "the proxy hands attributes through"
+    assert found["switched"], "also those that are set, as vLLM's warm-up switches adaptive verification off for its fixed drafts"
+    assert found["deleted"]
     assert found["frames"] == [["r2", "r1", "r0", "r3"], ["r2"], ["r1"], ["r0"], ["r3"]]
 
 
@@ -123,7 +125,6 @@ def test_the_worker_installs_itself_over_v2_s_own_classes_and_they_generate(happ
     """Request states, sampler, rejection sampler and update kernels are vLLM's. The drafter is sure of 7, the model of 8."""
     found = happened["installed"]
     assert found["off"] == {}, "every feature is on"
-    assert found["tuned"], "a rank alone may measure its block sizes"
     assert all(found["copied"])
     # no draft is verified in the step that ends the prefill; then accept all takes 7 7, the bonus is the model's, and the limit of
     # 5 think tokens falls among the drafts of the next round
@@ -206,6 +207,7 @@ def test_rows_of_q_that_are_no_law_are_rejected_and_the_targets_law_is_drawn(bad
     assert found[f"trained {bad}"]["accepted"] == 0
     assert p_value(trained, p * trained.sum()) > 1e-3
     assert p_value(plain, p * plain.sum()) < 1e-9
+    assert found[f"not yet {bad}"] == found[f"plain {bad}"], "nothing is looked for before weights were published"
     assert found[f"trained {bad}"]["sound"] == found[f"plain {bad}"]["sound"]
 
 

@@ -347,3 +347,93 @@ async def test_a_restart_of_the_machine_ends_every_lease(tmp_path: Path) -> None
         renewed = await store.reserve(ME, Ask("next", 60, tokens=200))  # and the new one's lease holds
         assert isinstance(renewed, Grant)
         assert renewed.meters.lost == 60
+
+
+class Hanging:
+    """A store that answers nothing while it is away, and counts who waits for it."""
+
+    def __init__(self) -> None:
+        self.there = asyncio.Event()
+        self.there.set()
+        self.asking = self.most = 0
+        self.inner = MemorySessions()
+
+    async def _answer(self) -> None:
+        self.asking += 1
+        self.most = max(self.most, self.asking)
+        try:
+            await self.there.wait()
+        finally:
+            self.asking -= 1
+
+    async def reserve(self, key: Key, ask: Ask) -> Grant | Refusal:
+        await self._answer()
+        return await self.inner.reserve(key, ask)
+
+    async def settle(self, batch: list[tuple[Key, Settlement]]) -> list[int]:
+        await self._answer()
+        return await self.inner.settle(batch)
+
+    async def recall(self, _: str) -> str:
+        return "a read says nothing about writes"
+
+    async def note(self, _: str, __: str) -> None:
+        await self._answer()
+
+
+@pytest.mark.parametrize("fails_first", ["reserve", "note"])
+async def test_of_a_store_that_is_away_one_asks_and_the_others_are_told_at_once(
+    fails_first: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agentguard.store.books.PATIENCE_S", 0.2)
+    monkeypatch.setattr("agentguard.store.books.RETRY_S", 0.05)
+    store = Hanging()
+    books = Books(store)  # type: ignore[arg-type]
+    numbers = iter(range(10_000))
+
+    async def reserve() -> float:
+        """Seconds until it was told that the store is away."""
+        began = asyncio.get_running_loop().time()
+        with pytest.raises(StoreError):
+            await books.reserve(ME, Ask(f"s{next(numbers)}", 60, tokens=100))
+        return asyncio.get_running_loop().time() - began
+
+    async with books.open(), asyncio.timeout(20):
+        store.there.clear()
+        if fails_first == "reserve":
+            assert await reserve() > 0.1
+        else:
+            await books.note("a", "b")
+        store.most = store.asking
+        waited = []
+        for _ in range(30):
+            waited += await asyncio.gather(*(reserve() for _ in range(5)))
+            assert await books.recall("a") == ""
+            assert books.away
+            await asyncio.sleep(0.02)
+        assert store.most == 1
+        assert len([seconds for seconds in waited if seconds > 0.1]) <= (fails_first == "note")  # nobody asks but the queue
+        store.there.set()
+        while books.away or books.waiting:
+            await asyncio.sleep(0.02)
+        assert isinstance(await books.reserve(ME, Ask("last", 60, tokens=100)), Grant)
+
+
+async def test_a_reservation_that_is_cancelled_while_it_asks_leaves_the_question_to_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("agentguard.store.books.RETRY_S", 0.0)
+    store = Hanging()
+    books = Books(store)  # type: ignore[arg-type]
+    async with books.open(), asyncio.timeout(20):
+        books._failed(StoreError("gone"))
+        store.there.clear()
+        asking = asyncio.create_task(books.reserve(ME, Ask("one", 60, tokens=100)))
+        await asyncio.sleep(0.01)
+        assert store.asking == 1
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        store.there.set()
+        while books.away:  # the cancelled one's reservation is taken back, and that asks
+            await asyncio.sleep(0.01)
+        assert isinstance(await books.reserve(ME, Ask("two", 60, tokens=100)), Grant)

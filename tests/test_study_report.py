@@ -13,12 +13,12 @@ import pytest
 
 from agentguard.errors import ConfigError
 from agentguard.study import inference, report
+from agentguard.study.comparison import summarise
 from agentguard.study.records import Header, RoundStats, SessionRecord
 from agentguard.study.report import RECORDING, check_report, markdown, page, plots, write_report
 from agentguard.study.report.papers import compare
 from agentguard.study.report.tables import sheets
 from agentguard.study.report.words import verdict
-from agentguard.study.summary import summarise
 from tests.study_sessions import relaxed, session
 from tests.test_study_records import write
 

@@ -11,8 +11,10 @@ import pytest
 
 from agentguard.errors import AgentGuardError
 from agentguard.study import inference
+from agentguard.study.comparison import summarise
 from agentguard.study.records import Header, RoundStats, SessionRecord
-from agentguard.study.summary import Arm, Pairs, Summary, judge, summarise
+from agentguard.study.summary import Arm, Pairs, Summary
+from agentguard.study.verdict import judge
 from tests.study_sessions import relaxed, session
 
 RULE, FILTERED, FILTER = "cactus:delta=1", "cactus:delta=1,p_min=0.1,top_k=10", "strict:p_min=0.1,top_k=10"

@@ -3,27 +3,55 @@ from __future__ import annotations
 import asyncio
 import threading
 from pathlib import Path
+from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 import zmq
 import zmq.asyncio
 
 from agentguard.errors import ConfigError
-from agentguard.events import DraftRows, EngineDied, Event, StepFinished, VerificationStep, Verified, decode_json, encode_json
+from agentguard.events import (
+    DraftRows,
+    EngineDied,
+    Event,
+    Fate,
+    PackedStep,
+    RowFlag,
+    StepFinished,
+    VerificationStep,
+    Verified,
+    decode_json,
+    decode_msgpack,
+    encode_json,
+    encode_msgpack,
+)
 from agentguard.request_ids import client_id
 from agentguard.telemetry.engine_source import engine_source
 from agentguard.telemetry.hub import Hub
 from agentguard.telemetry.recorder import TELEMETRY_BACKLOG, Recorder, record, replay
+from engine_plugins.vllm.observe import Rounds
 from engine_plugins.vllm.tap import HIGH_WATER, Tap
 
 
 def verified(request: str = "chatcmpl-abc-01234567") -> Verified:
-    rows = DraftRows(token=[1, 2], p=[0.5, 0.1], q=[0.25, 0.2], rank=[0, 3], strict=[1.0, 0.5], flags=[1, 0])
+    rows = DraftRows(
+        token=[1, 2], p=[0.5, 0.125], q=[0.25, 0.25], rank=[0, 3], strict=[1.0, 0.5], flags=[1, 0], would=[True, False],
+        fate=[Fate.STRICT, Fate.COIN],
+    )  # fmt: skip
     return Verified(request=request, rule_asked="strict", rule_effective="strict", drafted=2, accepted=1, rows=rows)
 
 
 def frame(step: int = 1) -> VerificationStep:
     return VerificationStep(t=1.0, engine="e", step=step, requests=[verified()])
+
+
+def rounds(number: int = 1) -> Rounds:
+    """What `verified` says, of so many requests, as a worker knows it."""
+    columns = [[1, 2], [0.5, 0.125], [0.25, 0.25], [0, 3], [1, 0.5], [0.5, 0.75], [0, 0], [-1, -1], [1, 1]]
+    names = ["chatcmpl-abc-01234567"] * number
+    return Rounds(names, ["strict"] * number, [2] * number, [1] * number, np.tile(np.array(columns, dtype=np.float32), (1, number)))
 
 
 def finished(step: int = 1) -> StepFinished:
@@ -40,6 +68,58 @@ def test_events_survive_the_wire(event: Event) -> None:
 
 def test_a_field_we_do_not_know_is_skipped() -> None:
     assert decode_json(encode_json(finished())[:-1] + b',"from_the_future":1}') == finished()
+
+
+def packed(**changes: Any) -> PackedStep:
+    """Three requests: one of whose three drafts a rule let one through, one without drafts, and one that closes its trace."""
+    relaxed, forced, masked = int(RowFlag.RELAXED), int(RowFlag.FORCED), int(RowFlag.MASKED)
+    columns = {
+        "token": [5, 6, 7, 8, -1], "p": [0.5, 0.25, 0.125, 1, 0], "q": [0.5, 0.5, 0.5, 0.5, -1], "rank": [0, 1, 2, 0, 9],
+        "strict": [1, 0.5, 0.25, 1, 0], "coin": [0.5, 0.75, 0.5, 0.5, 0.5], "flags": [relaxed, relaxed, 0, forced, masked],
+        "end": [0.25, 0.5, 0.75, 0.125, 0.5], "entropy": [1, 2, 3, 4, 5],
+    }  # fmt: skip
+    held = Rounds(
+        ["a", "b", "c"], ["interp:w=1", "strict", "cactus:delta=1"], [3, 0, 2], [2, 0, 1], np.array(list(columns.values()))
+    )
+    return msgspec.structs.replace(held.packed(1.0, "e", 4), **changes)
+
+
+def test_a_packed_step_is_read_as_what_became_of_each_row() -> None:
+    step = decode_msgpack(encode_msgpack(packed()))
+    assert isinstance(step, VerificationStep)
+    assert (step.t, step.engine, step.step, [r.request for r in step.requests]) == (1.0, "e", 4, ["a", "c"])
+    first, last = step.requests
+    assert first.rows.fate == [Fate.STRICT, Fate.RELAXED, Fate.COIN]
+    assert first.rows.would == [True, False, False]
+    assert first.rows.flags == [RowFlag.RELAXED | RowFlag.ACCEPTED, RowFlag.RELAXED | RowFlag.ACCEPTED, 0]
+    assert (first.rule_effective, first.accepted, first.end, first.entropy) == ("interp:w=1", 2, 0.75, 3.0)
+    assert last.rows.fate == [Fate.FORCED, Fate.MASKED]
+    assert (last.rule_asked, last.rule_effective) == ("cactus:delta=1", "strict")
+    assert (last.rows.token, last.rows.rank, last.end, last.entropy) == ([8, -1], [0, 9], 0.5, 5.0)
+
+
+def test_a_packed_step_of_a_newer_engine_is_read_by_its_columns() -> None:
+    """Columns may be added and moved."""
+    old = packed()
+    names, rows = list(old.columns), 5
+    parts = [old.values[4 * rows * i : 4 * rows * (i + 1)] for i in range(len(names))]
+    newer = msgspec.structs.replace(old, columns=("new", *reversed(names)), values=b"\0" * 4 * rows + b"".join(reversed(parts)))
+    assert decode_msgpack(encode_msgpack(newer)) == old.unpacked()
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"values": b"\0" * 4}, "5 rows of 9 columns"),
+        ({"values": b"\xff" * 180}, "whole number"),
+        ({"accepted": [1]}, "differ in length"),
+        ({"drafted": [3, -1, 3]}, "drafted"),
+        ({"columns": PackedStep.COLUMNS[:-1]}, "entropy.*same agentguard"),
+    ],
+)
+def test_a_packed_step_that_does_not_fit_together_is_unreadable(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(msgspec.DecodeError, match=named):
+        decode_msgpack(encode_msgpack(packed(**changes)))
 
 
 @pytest.mark.parametrize(
@@ -100,7 +180,7 @@ async def test_frames_go_from_the_tap_to_the_hub(tmp_path: Path) -> None:
             async with asyncio.timeout(5):
                 while not tap.wanted:
                     await asyncio.sleep(0.01)
-                tap.publish(1.5, 4, [verified()])
+                tap.publish(1.5, 4, rounds())
                 received = await events.get()
         assert isinstance(received, VerificationStep)
         assert (received.engine, received.step, received.requests) == ("engine-7", 4, [verified("abc")])
@@ -118,7 +198,7 @@ async def test_a_frame_that_cannot_be_read_is_skipped(tmp_path: Path) -> None:
             while not tap.wanted:
                 await asyncio.sleep(0.01)
             tap._socket.send(b"\xc1 not msgpack")
-            tap.publish(1.0, 2, [])
+            tap.publish(1.0, 2, rounds(0))
             received = await events.get()
     assert isinstance(received, VerificationStep)
     assert received.step == 2
@@ -134,15 +214,15 @@ async def test_a_slow_gateway_knows_how_many_frames_it_lost(tmp_path: Path) -> N
         async with engine_source(hub, endpoint), asyncio.timeout(60):
             while not tap.wanted:
                 await asyncio.sleep(0.01)
-            tap.publish(0.0, 1, [])
+            tap.publish(0.0, 1, rounds(0))
             while not seen:
                 await asyncio.sleep(0.01)
             for step in range(2, sent + 1):
-                tap.publish(0.0, step, [verified()] * 8)
+                tap.publish(0.0, step, rounds(8))
             step = sent
             while seen[-1].step < step:
                 step += 1
-                tap.publish(0.0, step, [])
+                tap.publish(0.0, step, rounds(0))
                 await asyncio.sleep(0.05)
     assert sum(1 + e.lost for e in seen) == seen[-1].step
     assert sum(e.lost for e in seen) > 0
@@ -163,13 +243,13 @@ def test_a_subscriber_that_stops_reading_neither_blocks_the_tap_nor_starves_anot
         while not tap.wanted:  # XPUB reports a topic once, whoever asks for it
             threading.Event().wait(0.01)
         while not keen.poll(50):  # until both subscriptions have arrived
-            tap.publish(0.0, 0, [])
+            tap.publish(0.0, 0, rounds(0))
         threading.Event().wait(0.3)
         while keen.poll(50):
             keen.recv()
         received = 0
         for step in range(4 * HIGH_WATER):
-            tap.publish(0.0, step, [verified()] * 50)
+            tap.publish(0.0, step, rounds(50))
             assert keen.poll(5000), f"frame {step} did not arrive"
             keen.recv()
             received += 1

@@ -291,7 +291,7 @@ async def test_a_command_ends_cleanly_by_a_signal_it_does_not_ignore(number: sig
     code = f"""
 import asyncio, signal
 from agentguard.cli.run import run
-if {ignored}: signal.signal({int(number)}, signal.SIG_IGN)
+signal.signal({int(number)}, signal.SIG_IGN if {ignored} else signal.SIG_DFL)
 async def work():
     print("up", flush=True)
     try:

@@ -104,7 +104,7 @@ class Engine:
         choice = kernels.choose("cpu")
         rejection_sampler.rejection_sample = stock
         self.seam = seam_v2.install(
-            self.runner, rejection_sampler, self.slots, tap=tap, choice=choice, tuned=False,
+            self.runner, rejection_sampler, self.slots, tap=tap, choice=choice,
             processed_modes=("processed_logprobs",),
             lessons=None if serving is None else lessons.Lessons(serving, self.slots, self.states),
         )  # fmt: skip

@@ -7,6 +7,7 @@ Run by tests/test_seam_v2.py in a process of its own.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import sys
 import tempfile
@@ -18,6 +19,8 @@ from tests import v2_on_cpu as v2  # before vLLM
 
 import torch  # isort: skip
 import zmq  # isort: skip
+from triton._C.libtriton import native_specialize_impl  # isort: skip
+from triton.backends.nvidia.compiler import CUDABackend  # isort: skip
 from vllm.sampling_params import SamplingParams  # isort: skip
 from vllm.v1.worker.gpu.input_batch import post_update  # isort: skip
 from vllm.v1.worker.gpu.sample.sampler import Sampler  # isort: skip
@@ -28,6 +31,7 @@ from agentguard.tts_settings import TtsSettings
 from engine_plugins.tts import wire
 from engine_plugins.tts.capture import Capture
 from engine_plugins.tts.serving import Serving
+from engine_plugins.vllm.observe import Rounds
 from engine_plugins.vllm.phase import PhaseTracker, ThinkMarkers
 from tests import fake_device
 from tests.test_rules import distributions
@@ -130,8 +134,8 @@ class Tap:
     def __init__(self) -> None:
         self.frames: list[Any] = []
 
-    def publish(self, t: float, step: int, requests: list[Any]) -> None:
-        self.frames.append(requests)
+    def publish(self, t: float, step: int, rounds: Rounds) -> None:
+        self.frames.append(rounds.packed(t, "e", step).unpacked().requests)
 
 
 def telemetry() -> dict[str, Any]:
@@ -185,7 +189,7 @@ def own_sampler() -> dict[str, Any]:
         return_sampling_mask=False, use_fp64_gumbel=False, apply_sampling_params=lambda logits, *_: logits.float().clone(),
     )  # fmt: skip
     config = SimpleNamespace(
-        num_speculative_tokens=K, enable_adaptive_verification=False, rejection_sample_method="standard", fly_entropy_threshold=0.3,
+        num_speculative_tokens=K, enable_adaptive_verification=True, rejection_sample_method="standard", fly_entropy_threshold=0.3,
         fly_entropy_top_k=3,
     )  # fmt: skip
     real = v2.rejection_sampler.RejectionSampler(sampler, config, device)
@@ -206,10 +210,14 @@ def own_sampler() -> dict[str, Any]:
         logits = p.log().repeat(rows, 1)
         engine.draft[:] = q.log()
         proxy = v2.seam_v2.SamplerProxy(real, engine.seam)
+        proxy.enable_adaptive_verification = False  # vLLM's warm-up, without which chunks end in an assertion
         found = proxy(logits, batch, engine.draft, None)
         out[name] = [row[:k] for row, k in zip(found.sampled_token_ids.tolist(), found.num_sampled.tolist(), strict=True)]
         out[f"{name} kept"] = bool(torch.equal(logits, p.log().repeat(rows, 1)))
     out["steps"] = proxy.num_speculative_steps
+    out["switched"] = real.enable_adaptive_verification is False
+    del proxy.enable_adaptive_verification
+    out["deleted"] = not hasattr(real, "enable_adaptive_verification")
     out["drafts"] = drafts.tolist()
     out["frames"] = [[request.request for request in frame] for frame in tap.frames]
     return out
@@ -311,7 +319,6 @@ def installed(rank: int = 0, ranks: int = 1, endpoint: str = "") -> dict[str, An
         "digest": digest.hexdigest(),
         "tap": tap is not None,
         "heard": heard,
-        "tuned": this.ag_seam.tuned,
         "off": off,
         "copied": copied,
         "bound": texts[0],
@@ -427,12 +434,13 @@ def lessons() -> dict[str, Any]:
 
 
 def broken_rows() -> dict[str, Any]:
-    """First tokens of requests whose draft was made by weights of NaN, with the seam of an engine that trains its draft and with
-    that of one that does not; then sound rows beside broken ones."""
+    """First tokens of requests whose draft was made by weights of NaN, with the seam of an engine that has trained its draft and
+    with that of one that does not; then sound rows beside broken ones."""
     p, q = (t.float() for t in distributions(11))
     n, out = 150, {}
     x = torch.multinomial(q, n * K, replacement=True, generator=torch.Generator().manual_seed(2)).view(n, K).tolist()
-    for name, serving in (("trained", SimpleNamespace(capturing=False)), ("plain", None)):
+    trained, not_yet = (SimpleNamespace(capturing=False, published=published) for published in (True, False))
+    for name, serving in (("trained", trained), ("not yet", not_yet), ("plain", None)):
         for bad in (torch.nan, torch.inf):
             engine = v2.Engine(n, len(p), K, serving=serving)
             engine.draft[:] = q.log()
@@ -450,24 +458,34 @@ def broken_rows() -> dict[str, Any]:
 
 
 def warmed_up() -> dict[str, Any]:
-    """What our kernels are launched with in steps of every kind (argument types and compile-time constants decide what is
-    compiled), against what warming up has launched. bare: what was compiled while a request waited."""
+    """What our kernels are launched with in steps of every kind, as Triton tells compiled kernels apart (types, compile-time
+    constants, and of a pointer whether it is a multiple of 16 bytes), against what warming up has launched. Every index is a slice
+    of an odd offset, as in a chunk of requests. bare: what was compiled while a request waited."""
     launched: set[tuple[Any, ...]] = set()
     run = v2.interpreter.InterpretedFunction.run
 
     def recorded(self: Any, *args: Any, grid: Any, warmup: Any, **constants: Any) -> Any:
         if self.fn.__module__.startswith("engine_plugins"):
-            kinds = tuple(str(a.dtype) if isinstance(a, torch.Tensor) else type(a).__name__ for a in args)
+            anywhere = self.kwargs.get("do_not_specialize_on_alignment") or ()
+            kinds = tuple(
+                native_specialize_impl(CUDABackend, a, False, True, name not in anywhere)
+                for name, a in zip(self.arg_names, args, strict=False)
+            )
             launched.add((self.fn.__name__, kinds, tuple(sorted(constants.items()))))
         return run(self, *args, grid=grid, warmup=warmup, **constants)
 
     v2.interpreter.InterpretedFunction.run = recorded
-    v, out = 12, {}
+
+    def odd(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.cat([tensor[:1], tensor])[1:]
+
+    v, out = 10, {}
     try:
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             for kept in (True, False):
                 tap = Tap()
-                engine = v2.Engine(4, v, K, markers=MARKERS, tap=tap)
+                serving = SimpleNamespace(capturing=False, published=True)
+                engine = v2.Engine(4, v, K, markers=MARKERS, tap=tap, serving=serving)
                 engine.enable_budgets(ours=True, forced=[5])
                 engine.draft = torch.randn(4, K, v).to(dtype)
                 launched.clear()
@@ -479,8 +497,9 @@ def warmed_up() -> dict[str, Any]:
                 for listened in (True, False):
                     tap.wanted = listened
                     for order in ([0, 1, 2, 3], [2]):  # with requests that relax, and the model's own logits without any
-                        logits = torch.randn(len(order) * (K + 1), v).to(torch.float32 if len(order) > 1 else dtype)
-                        engine.verify(logits, [[1, 2]] * len(order), order, draft=kept, narrow=True)
+                        logits = torch.randn(len(order) * (K + 1) + 1, v).to(torch.float32 if len(order) > 1 else dtype)
+                        for part, there in ((logits[:-1], torch.clone), (logits[1:], odd)):
+                            engine.verify(part, [[1, 2]] * len(order), order, draft=kept, narrow=True, there=there)
                 out[f"{dtype} {'with' if kept else 'without'} draft"] = {
                     "launched": len(launched), "bare": [str(one) for one in launched - known],
                 }  # fmt: skip
@@ -514,7 +533,7 @@ def no_waiting() -> dict[str, Any]:
         tap = Tap()
         tap.wanted = listened
         serving = Serving(SimpleNamespace(device=torch.device("cpu")), TtsSettings.parse({}), capture, events.append, "e")
-        serving._live = True
+        serving._live = serving.published = True
         v2.os.environ["AG_KERNELS"] = choice
         engine = v2.Engine(8, v, K, markers=MARKERS, tap=tap, serving=serving)
         v2.os.environ["AG_KERNELS"] = "interpret"
@@ -646,10 +665,12 @@ def budgets() -> dict[str, Any]:
 
 
 def phases() -> list[bool]:
-    """The device's count of the trace against `PhaseTracker`, over random texts, drafts and markers of one and two tokens."""
+    """The device's count of the trace against `PhaseTracker`, over random texts, drafts and markers of one and two tokens, read in
+    one block and in many."""
     generator = torch.Generator().manual_seed(4)
-    same = []
-    for markers in (MARKERS, ThinkMarkers((4, 3), (5, 3))):
+    same, whole = [], v2.request_slots.phases.SCAN
+    for markers, block in itertools.product((MARKERS, ThinkMarkers((4, 3), (5, 3))), (2, 4, whole)):
+        v2.request_slots.phases.SCAN = block
         engine = v2.Engine(8, 8, 3, markers=markers)
         text = torch.randint(2, 7, (8, 40), generator=generator)
         prompts = [0 + i for i in (1, 4, 7, 10, 2, 9, 3, 5)]

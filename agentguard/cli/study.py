@@ -186,9 +186,9 @@ def _run_cells(
 
     from agentguard.errors import ConfigError
     from agentguard.study.command import run_cells
+    from agentguard.study.comparison import summarise_records
     from agentguard.study.progress import progress_of
     from agentguard.study.report import RECORDING, check_report, write_report
-    from agentguard.study.summary import summarise_records
     from agentguard.study.table import render_arms
 
     if resume and out is None:

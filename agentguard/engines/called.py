@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentguard.engines.base import EngineInfo, Standing, Stream
+from agentguard.engines.chunks import Chunks
 from agentguard.engines.facts import ADDED, Facts
 from agentguard.errors import ConfigError, EngineDiedError, EngineError, EngineRequestError, nearest
 
@@ -115,11 +116,12 @@ class FunctionEngine:
         if not hasattr(stream, "__aiter__"):
             raise EngineError(f"{self.name} answered a streamed request with {type(stream).__name__}; it has to give chunks")
         try:
+            shape = Chunks()
             async with _named_errors(self.name):
                 async for chunk in stream:
                     if kind is not None:
                         kind.chunk = type(chunk)
-                    yield dict(chunk) if isinstance(chunk, Mapping) else chunk.model_dump(exclude_unset=True)
+                    yield shape.take(dict(chunk) if isinstance(chunk, Mapping) else chunk.model_dump(exclude_unset=True))
         finally:
             await _close(stream)
 

@@ -1,10 +1,10 @@
-"""What has been learned about a server. Found out once, by asking or from a refusal, and remembered while the client lives."""
+"""What has been learned about a server. Found out once, by asking or from a refusal, and remembered until it comes back anew."""
 
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Literal
 
 ADDED = ("thinking_token_budget", "return_token_ids", "include_reasoning", "stream_options", "vllm_xargs")
@@ -12,24 +12,69 @@ ADDED = ("thinking_token_budget", "return_token_ids", "include_reasoning", "stre
 _REFUSED = re.compile(
     r"unknown|unsupported|not supported|unrecogni[sz]ed|unexpected|extra|not permitted|not allowed|not configured", re.I
 )
+MOST_TAILS = 64
 Carrier = Literal["reasoning", "content"]
+MISSING_S = 60.0
+"""A route that was missing is asked for again after so long: a proxy in front of a server, or one that starts, says 404 too."""
 
 
-@dataclass(slots=True)
 class Facts:
     """plugin: our plugin is in the engine, so budgets are exact and can change while a request runs. tokenize: /tokenize is there.
     budget: what `thinking_token_budget` does. dropped: fields of ours the server refused. carrier: the message field through which
     its chat template shows a partial trace; "" when none does. inline: it streams a trace that the prompt opened as content.
-    chars_per_token: of its text, for counting without ids. metrics: /metrics is there."""
+    chars_per_token: of its text, for counting without ids. metrics: /metrics is there. tails: what its template writes behind the
+    start marker it opens a block with, by the request's switches (`trace.opening`); None where it opens none.
 
-    plugin: bool = False
-    tokenize: bool = True
-    budget: Literal["unknown", "works", "rejected", "ignored"] = "unknown"
-    dropped: set[str] = field(default_factory=set)
-    carrier: Carrier | Literal["", "unknown"] = "unknown"
-    inline: bool = False
-    chars_per_token: float = 4.0
-    metrics: bool = True
+    ``tokenize`` and ``metrics`` given as False: the engine has no such route, and never will.
+    """
+
+    def __init__(self, *, tokenize: bool = True, metrics: bool = True) -> None:
+        self._has = {"tokenize": tokenize, "metrics": metrics}
+        self._missing: dict[str, float] = {}
+        self.plugin = False
+        self.budget: Literal["unknown", "works", "rejected", "ignored"] = "unknown"
+        self.dropped: set[str] = set()
+        self.carrier: Carrier | Literal["", "unknown"] = "unknown"
+        self.inline = False
+        self.chars_per_token = 4.0
+        self.tails: dict[str, tuple[int, ...] | None] = {}
+
+    def anew(self) -> Facts:
+        """Of another process at the same address: all that is left is what its text is like, which is the model's."""
+        facts = Facts(**self._has)
+        facts.chars_per_token = self.chars_per_token
+        return facts
+
+    @property
+    def tokenize(self) -> bool:
+        return self._there("tokenize")
+
+    @tokenize.setter
+    def tokenize(self, there: bool) -> None:
+        self._learn("tokenize", there)
+
+    @property
+    def metrics(self) -> bool:
+        return self._there("metrics")
+
+    @metrics.setter
+    def metrics(self, there: bool) -> None:
+        self._learn("metrics", there)
+
+    def _there(self, route: str) -> bool:
+        return self._has[route] and time.monotonic() >= self._missing.get(route, 0.0)
+
+    def _learn(self, route: str, there: bool) -> None:
+        if there:
+            self._missing.pop(route, None)
+        else:
+            self._missing[route] = time.monotonic() + MISSING_S
+
+    def learn_tail(self, switches: str, tail: tuple[int, ...] | None) -> None:
+        """Clients may send any switches, so few are kept."""
+        if len(self.tails) >= MOST_TAILS:
+            self.tails.clear()
+        self.tails[switches] = tail
 
     def learn_rate(self, chars_per_token: float | None) -> None:
         """A moving mean over finished steps; what is outside of any language's range is not believed."""

@@ -13,6 +13,7 @@ import httpx2
 import msgspec
 
 from agentguard.engines.base import Chunk, EngineInfo, Standing, Stream
+from agentguard.engines.chunks import Chunks, sendable
 from agentguard.engines.facts import Facts
 from agentguard.engines.http import http_client
 from agentguard.errors import EngineDiedError, EngineError, EngineRequestError
@@ -127,7 +128,7 @@ class OpenAIEngine:
             return None
         try:
             response = await self._whole("GET", "/metrics", timeout=METRICS_S)
-        except httpx2.TransportError as error:
+        except httpx2.RequestError as error:
             raise self._failure(error) from error
         # asked no more where the server does not have it; one that is busy or starting is asked again
         self.facts.metrics = response.status_code not in (401, 403, 404, 405, 501)
@@ -166,17 +167,17 @@ class OpenAIEngine:
                 if response.status_code != 200:
                     text = (await self._read(response, path)).decode(errors="replace")
                     raise _refusal(response.status_code, text, response.headers.get("retry-after"))
-                ended = False
+                ended, shape = False, Chunks()
                 async for event in httpx2.EventSource(response, MAX_EVENT):
                     if event.data == "[DONE]":
                         ended = True  # read on to the end of the body, so that the connection can be used again
                     elif not ended:
-                        yield _chunk(event.data)
+                        yield _chunk(event.data, shape)
                 if not ended:
                     raise EngineDiedError(
                         f"engine {self.name} ended the stream of request {headers['X-Request-Id']} before its end"
                     )
-        except httpx2.TransportError as error:
+        except httpx2.RequestError as error:
             raise self._failure(error) from error
 
     async def _whole(self, method: str, path: str, **options: Any) -> httpx2.Response:
@@ -199,7 +200,7 @@ class OpenAIEngine:
     async def _json(self, method: str, path: str, body: object = None, **options: Any) -> dict[str, Any]:
         try:
             response = await self._whole(method, path, json=body, **options)
-        except httpx2.TransportError as error:
+        except httpx2.RequestError as error:
             raise self._failure(error) from error
         if response.status_code != 200:
             raise _refusal(response.status_code, response.text)
@@ -211,7 +212,7 @@ class OpenAIEngine:
             raise EngineError(f"{self.url}{path} did not answer with a JSON object: {response.text[:80]!r}")
         return reply
 
-    def _failure(self, error: httpx2.TransportError) -> EngineError:
+    def _failure(self, error: httpx2.RequestError) -> EngineError:
         """Gone, or only slow or garbled? A read timeout and a broken event say nothing about the process behind them."""
         what = f"engine {self.name} at {self.url}"
         if isinstance(error, httpx2.ConnectError | httpx2.ReadError | httpx2.WriteError | httpx2.RemoteProtocolError):
@@ -223,10 +224,15 @@ class OpenAIEngine:
         return EngineError(f"{what} cannot be understood ({type(error).__name__}: {error})")
 
 
-def _chunk(data: str) -> Chunk:
-    """One event of a stream. Raises EngineRequestError for an error event and EngineError for what is no chunk."""
+def _chunk(data: str, shape: Chunks | None = None) -> Chunk:
+    """One event of a stream, in the shape its stream has. Raises EngineRequestError for an error event and EngineError for what is
+    no chunk."""
+    strict = True
     try:
-        chunk = _decode(data)
+        try:  # three times as fast as json, which takes what only Python writes: NaN, half of a surrogate pair
+            chunk = _JSON.decode(data)
+        except msgspec.DecodeError:
+            chunk, strict = json.loads(data), False
     except (ValueError, RecursionError):
         # without the data: they may be the model's words, which belong into no event and no log
         raise EngineError(
@@ -234,38 +240,12 @@ def _chunk(data: str) -> Chunk:
         ) from None
     if not isinstance(chunk, dict):
         raise EngineError(f"the engine streamed {type(chunk).__name__}, expected a chunk; is something between it and us?")
-    choices = chunk.get("choices")
-    if choices and not _readable(choices):
-        raise EngineError("the engine streamed choices that cannot be read; is something between it and us?")
-    if "error" in chunk:
+    if chunk.get("error") is not None:
         code = chunk["error"].get("code") if isinstance(chunk["error"], dict) else None
         # some servers number their errors in their own way
         raise _refusal(code if isinstance(code, int) and 400 <= code < 600 else 500, data)
-    return chunk
-
-
-def _readable(choices: Any) -> bool:
-    """The parts the guard reads have the types of OpenAI's; everything else is passed on as it is."""
-    if not isinstance(choices, list) or not isinstance(choices[0], dict):
-        return False
-    delta, ids = choices[0].get("delta"), choices[0].get("token_ids")
-    if delta is not None:
-        if not isinstance(delta, dict):
-            return False
-        for name in ("reasoning", "reasoning_content"):
-            if not isinstance(delta.get(name), str | None):
-                return False
-        if not isinstance(delta.get("content"), str | list | None) or not isinstance(delta.get("tool_calls"), list | None):
-            return False
-    return isinstance(ids, list | None) and isinstance(choices[0].get("text"), str | None)
-
-
-def _decode(data: str) -> Any:
-    """msgspec is three times as fast as json; json takes what only Python writes, such as NaN."""
-    try:
-        return _JSON.decode(data)
-    except msgspec.DecodeError:
-        return json.loads(data)
+    chunk = (shape or Chunks()).take(chunk)
+    return chunk if strict else sendable(chunk)
 
 
 def _refusal(status: int, text: str, retry_after: str | None = None) -> EngineRequestError:

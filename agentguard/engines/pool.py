@@ -11,21 +11,40 @@ import asyncio
 import hashlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
 
 from agentguard.engines.base import Engine, EngineInfo, Standing, Stream
 from agentguard.engines.facts import Facts
-from agentguard.errors import ConfigError, EngineDiedError, EngineError
-from agentguard.tasks import owned_task
+from agentguard.errors import ConfigError, EngineDiedError, EngineError, OtherModelError, loggable
+from agentguard.tasks import owned_loop
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
 logger = logging.getLogger(__name__)
 CHECK_S = 2.0
-"""Between two looks at an engine that is away, and at all of them for /health/ready."""
+"""Between two looks at an engine that is away, and at all of several."""
+LOOK_S = 10.0
+"""An engine that does not say in this time what it serves is unwell, and one that was away stays so."""
+ALONE = 5
+"""The only engine, while it is well, is looked at every so many times `CHECK_S`: there is nothing to choose, and one that is gone
+shows with its next step, but not one that was gone and is another now."""
+
+
+class Listener(Protocol):
+    """Told by a pool when one of its engines goes or comes."""
+
+    def engine_away(self, engine: Engine, error: EngineDiedError) -> None:
+        """It goes, or is found to be away for another reason than before."""
+        ...
+
+    async def engine_back(self, engine: Engine) -> None:
+        """It is there and may be another process than before; or it was all the time, with another window."""
+        ...
 
 
 class EnginePool:
@@ -33,25 +52,39 @@ class EnginePool:
 
     def __init__(self, engines: Sequence[Engine]) -> None:
         self.engines = tuple(engines)
-        self.away: dict[str, str] = {}
+        self.away: dict[str, EngineDiedError] = {}
         """Engines that are away, and why."""
+        self.known: dict[str, EngineInfo] = {}
+        """What each said it serves, the last time it was asked."""
+        self.model = ""
+        """What all of them serve; "" before `info`."""
+        self.listener: Listener | None = None
         self.name = self.engines[0].name
+        self._unwell: dict[str, str] = {}
+        self._asking = {engine.name: asyncio.Lock() for engine in self.engines}
+        self._asked: Counter[str] = Counter()
 
     @property
     def facts(self) -> Facts:
-        return self._first.facts
+        return self.first.facts
 
     @facts.setter
     def facts(self, _: Facts) -> None:
         raise AttributeError("each engine of a pool has its own facts")
 
     @property
-    def _first(self) -> Engine:
+    def first(self) -> Engine:
+        """The first healthy one."""
         return next(iter(self.healthy), self.engines[0])
 
     @property
     def healthy(self) -> list[Engine]:
         return [engine for engine in self.engines if engine.name not in self.away]
+
+    @property
+    def serves(self) -> EngineInfo:
+        """The model of all, and the smallest window."""
+        return EngineInfo(self.model, min(info.max_model_len for info in self.known.values()))
 
     def choose(self, session: str, without: Iterable[str] = ()) -> Engine | None:
         """The session's engine; None when all that are left have failed it. Engines that are thought to be away are tried last."""
@@ -60,13 +93,13 @@ class EnginePool:
         return max(known, key=lambda engine: _score(session, engine.name), default=None)
 
     def failed(self, engine: Engine, error: EngineDiedError) -> None:
-        if engine.name not in self.away:
+        """It is away until `look` finds it again."""
+        news = type(self.away.get(engine.name)) is not type(error)
+        self.away[engine.name] = error
+        if news:
             logger.warning("engine_away", extra={"engine": engine.name, "error": str(error)})
-        self.away[engine.name] = str(error)
-
-    def answered(self, engine: Engine) -> None:
-        if self.away.pop(engine.name, None) is not None:
-            logger.info("engine_back", extra={"engine": engine.name})
+            if self.listener is not None:
+                self.listener.engine_away(engine, error)
 
     async def info(self) -> EngineInfo:
         """Of the engines that answer; all of them must serve one model. The window is the smallest."""
@@ -77,60 +110,120 @@ class EnginePool:
             except EngineDiedError as error:
                 self.failed(engine, error)
         if not found:
-            raise EngineDiedError("; ".join(self.away.values()))
+            raise EngineDiedError("; ".join(map(str, self.away.values())))
         for engine, info in found[1:]:
             if info.model != found[0][1].model:
                 first, model = found[0][0].name, found[0][1].model
                 raise ConfigError(
                     "upstream", engine.name, f"serves {info.model!r}, and {first} {model!r}; all have to serve one model"
                 )
-        return EngineInfo(found[0][1].model, min(info.max_model_len for _, info in found))
+        self.model, self.known = found[0][1].model, {engine.name: info for engine, info in found}
+        return self.serves
+
+    def serve(self, info: EngineInfo) -> None:
+        """Go by an answer that somebody else has asked for, where there is none yet."""
+        if not self.known:
+            self.model, self.known = info.model, {engine.name: info for engine in self.engines}
+
+    async def look(self, engine: Engine) -> None:
+        """Ask an engine what it serves; those who ask at the same time share the answer.
+
+        One that was away is learned anew, since it may be another process: without our plugin, with another window, with another
+        model. Raises EngineDiedError, and it is away; EngineError for an answer that is none, and all stays as it was.
+        """
+        asked = self._asked[engine.name]
+        async with self._asking[engine.name]:
+            if self._asked[engine.name] != asked:
+                if (error := self.away.get(engine.name)) is not None:
+                    raise type(error)(*error.args)
+                return
+            try:
+                await self._ask(engine)
+            except Exception as error:
+                self._asked[engine.name] += 1
+                if isinstance(error, EngineDiedError):
+                    self.failed(engine, error)
+                if isinstance(error, EngineError):
+                    raise
+                raise EngineError(f"{engine.name} answers what cannot be read ({loggable(error)})") from error
+            self._asked[engine.name] += 1  # of one that was cancelled nobody knows
+
+    async def _ask(self, engine: Engine) -> None:
+        away = engine.name in self.away
+        if away:
+            engine.facts = engine.facts.anew()
+        try:
+            async with asyncio.timeout(LOOK_S):
+                try:
+                    info = await engine.info()
+                except EngineDiedError:
+                    if away:
+                        raise
+                    info = await engine.info()  # one connection that breaks is no engine that is gone
+        except TimeoutError:
+            silent = f"engine {engine.name} did not say within {LOOK_S:g} s what it serves; see its log"
+            raise (EngineDiedError if away else EngineError)(silent) from None
+        if self.model and info.model != self.model:
+            raise OtherModelError(engine.name, info.model, self.model)
+        before = self.known.get(engine.name)
+        if not away and info != before:  # it was gone and nobody saw it
+            engine.facts = engine.facts.anew()
+            info = await engine.info()
+        self.known[engine.name] = info
+        if away:
+            del self.away[engine.name]
+            logger.info("engine_back", extra={"engine": engine.name})
+        if (away or info != before) and self.listener is not None:
+            await self.listener.engine_back(engine)
 
     @asynccontextmanager
     async def watched(self, every_s: float = CHECK_S) -> AsyncIterator[None]:
         """Look after the engines while the block runs: one that is away comes back when it answers, with its facts learned anew."""
 
         async def look(engine: Engine) -> None:
+            wrong = ""
             try:
-                await engine.info()
-            except EngineDiedError as error:
-                self.failed(engine, error)
-            except EngineError as error:
-                logger.warning("engine_unwell", extra={"engine": engine.name, "error": str(error)})
-            else:
-                self.answered(engine)
+                await self.look(engine)
+            except EngineDiedError:
+                pass  # told when it went
+            except Exception as error:
+                wrong = loggable(error)
+            if wrong and wrong != self._unwell.get(engine.name):  # once, not at every look
+                logger.warning("engine_unwell", extra={"engine": engine.name, "error": wrong})
+            self._unwell[engine.name] = wrong
 
-        async def keep() -> None:
+        async def keep(engine: Engine) -> None:
             while True:
                 started = time.monotonic()
-                await asyncio.gather(
-                    *(look(engine) for engine in self.engines if engine.name in self.away or len(self.engines) > 1)
-                )
-                await asyncio.sleep(max(0.05, every_s - (time.monotonic() - started)))
+                await look(engine)
+                alone = len(self.engines) == 1 and engine.name not in self.away
+                await asyncio.sleep(max(0.05, every_s * (ALONE if alone else 1) - (time.monotonic() - started)))
 
-        async with owned_task(keep(), "engine health"):
+        async with AsyncExitStack() as stack:
+            for engine in self.engines:  # a loop each, so that one that hangs hides no other
+                await stack.enter_async_context(owned_loop(partial(keep, engine), f"health of {engine.name}"))
             yield
 
     async def tokenize_chat(self, body: Mapping[str, Any]) -> list[int] | None:
-        return await self._first.tokenize_chat(body)
+        return await self.first.tokenize_chat(body)
 
     async def tokenize_text(self, text: str) -> list[int] | None:
-        return await self._first.tokenize_text(text)
+        return await self.first.tokenize_text(text)
 
     def chat(self, body: Mapping[str, Any], request_id: str, session: str) -> Stream:
-        return self._first.chat(body, request_id, session)
+        return self.first.chat(body, request_id, session)
 
     def complete(self, prompt: Sequence[int], body: Mapping[str, Any], request_id: str) -> Stream:
-        return self._first.complete(prompt, body, request_id)
+        return self.first.complete(prompt, body, request_id)
 
     async def set_think_tokens(self, request_id: str, tokens: int) -> Standing | None:
-        return await self._first.set_think_tokens(request_id, tokens)
+        return await self.first.set_think_tokens(request_id, tokens)
 
     async def tts(self, enabled: bool | None = None, settings: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        return await self._first.tts(enabled, settings)
+        return await self.first.tts(enabled, settings)
 
     async def metrics(self) -> str | None:
-        return await self._first.metrics()
+        return await self.first.metrics()
 
     async def aclose(self) -> None:
         for engine in self.engines:

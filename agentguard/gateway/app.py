@@ -40,7 +40,7 @@ from agentguard.errors import (
     shown,
 )
 from agentguard.events import OperatorActed, OperatorAction, encode_json
-from agentguard.gateway.admission import Admission, Admit, Drain
+from agentguard.gateway.admission import CLIENT_GONE, Admission, Admit, Drain
 from agentguard.gateway.auth import Keyring, RequireKey
 from agentguard.gateway.fetches import check_fetches
 from agentguard.gateway.guesses import SharedGuesses
@@ -102,7 +102,7 @@ def create_app(
                 # the first chunk is awaited here, so that a refused request gets an HTTP status instead of a broken stream
                 first = await _unless_gone(request, chunks, anext(chunks, None), drain)
                 if first is None:
-                    return _CLIENT_GONE
+                    return CLIENT_GONE
                 include_usage = bool((asked.stream_options or {}).get("include_usage"))
                 asks = request.headers.get(EVENTS_HEADER, "") not in ("", "0", "false")
                 events = _sse(first, chunks, include_usage, told, drain, StepEvents(guard, me, told) if asks else None)
@@ -111,7 +111,7 @@ def create_app(
         except AgentGuardError:
             await guesses.refused(who)
             raise
-        return _CLIENT_GONE if reply is None else JSONResponse(reply, headers=_headers(told))
+        return CLIENT_GONE if reply is None else JSONResponse(reply, headers=_headers(told))
 
     async def close(request: Request) -> Response:
         asked = CloseTrace.read(await _body(request))
@@ -213,6 +213,7 @@ def create_app(
         if store_away and (limits.steps is not None or limits.tokens is not None):
             reasons.append("the session store is away, and sessions have limits")
         state = {"ready": not reasons, "reasons": reasons, "engines": engines, "store": "away" if store_away else "ok"}
+        state["away"] = guard.away()
         numbers = {"running": admission.running, "waiting": admission.waiting, "unsettled": guard.books.waiting}
         return JSONResponse(state | numbers, 503 if reasons else 200)
 
@@ -328,9 +329,6 @@ class EndQuietly:
             await self.app(scope, receive, send)
         except asyncio.CancelledError:
             logger.info("request_cancelled", extra={"path": scope.get("path")})
-
-
-_CLIENT_GONE = Response(status_code=499)  # nobody reads it; nginx's number for a client that hung up
 
 
 async def _unless_gone(request: Request, chunks: Stream, work: Coroutine[Any, Any, T] | Awaitable[T], drain: Drain) -> T | None:
@@ -529,7 +527,7 @@ def _refusal(status: int, field: str, message: str) -> dict[str, Any]:
 
 async def _on_client_gone(_: Request, __: Exception) -> Response:
     """The client hung up while its request was still being read."""
-    return _CLIENT_GONE
+    return CLIENT_GONE
 
 
 _BUG = {"error": {"message": "internal error of the gateway; its log says more", "type": "server_error", "code": 500}}

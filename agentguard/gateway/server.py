@@ -26,7 +26,7 @@ from agentguard.gateway.protocol import BoundedHttp
 from agentguard.middleware import Guard
 from agentguard.policy import Policy, ServingLimits, parse
 from agentguard.store.kept import economics, session_books
-from agentguard.tasks import owned_task
+from agentguard.tasks import owned_loop, owned_task
 from agentguard.telemetry.engine_source import engine_source
 from agentguard.telemetry.hub import Hub
 from agentguard.telemetry.metrics import Metrics
@@ -195,7 +195,7 @@ async def _served(
         give_up_after(one, serving.send_s)
     async with (
         owned_task(server.serve(sockets=[listener, *others]), "gateway") as task,
-        owned_task(end_silent(server.server_state.connections), "silent connections"),
+        owned_loop(lambda: end_silent(server.server_state.connections), "silent connections"),
     ):
         while not server.started and not task.done():  # noqa: ASYNC110  # uvicorn sets a flag, no event
             await asyncio.sleep(0.02)

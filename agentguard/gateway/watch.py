@@ -17,7 +17,7 @@ import msgspec
 
 from agentguard.economics.report import report
 from agentguard.engines.base import Engine
-from agentguard.errors import AgentGuardError, ConfigError
+from agentguard.errors import AgentGuardError, ConfigError, loggable
 from agentguard.events import (
     EconomicsReport,
     EngineMetrics,
@@ -200,8 +200,8 @@ class _Scrape:
             return [] if text is None else await asyncio.to_thread(exposition.read, text, time.time())
         except AgentGuardError as error:
             return [EngineMetrics(t=time.time(), engine="", error=str(error))]
-        except ValueError as error:
-            logger.warning("metrics_unreadable", extra={"error": str(error)})
+        except Exception as error:  # a server's text, or its encoding; the watchers' streams go on
+            logger.warning("metrics_unreadable", extra={"error": loggable(error)})
             return []
 
 

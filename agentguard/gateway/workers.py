@@ -17,11 +17,13 @@ import logging
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -32,16 +34,12 @@ from agentguard.gateway.access import Access, rebuilt
 from agentguard.gateway.auth import check_address
 from agentguard.gateway.server import bind, gateway, guarded, url_of
 from agentguard.policy import Policy, parse
-from agentguard.tasks import owned_task
+from agentguard.tasks import AGAIN_S, LIVED_S, owned_loop
 from agentguard.telemetry.engine_source import engine_source
 from agentguard.telemetry.hub import Hub
 
 logger = logging.getLogger(__name__)
 START_S = 60.0
-AGAIN_S = (0.5, 30.0)
-"""Wait before a worker is started again: the first time, and at most when it keeps ending."""
-LIVED_S = 60.0
-"""A worker that lived so long is started again without a longer wait."""
 STOP_S = 10.0
 """On top of the drain time, before a worker that does not end is killed."""
 
@@ -108,27 +106,44 @@ async def serve_workers(
             logger.warning("worker_ended", extra={"worker": worker.number, "status": code})
             wait = AGAIN_S[0] if time.monotonic() - started > LIVED_S else min(2 * wait, AGAIN_S[1])
             await asyncio.sleep(wait)
-            try:
-                await _start(worker, orders(worker), listener.fileno())
-            except EngineStartError as error:
-                logger.error("worker_not_started", extra={"worker": worker.number, "error": str(error)})
+            while True:
+                try:
+                    await _start(worker, orders(worker), listener.fileno())
+                    break
+                except EngineStartError as error:
+                    wait = min(2 * wait, AGAIN_S[1])
+                    told = {"worker": worker.number, "error": str(error), "again_s": wait}
+                    logger.error("worker_not_started", extra=told)
+                    await asyncio.sleep(wait)
 
     try:
-        await asyncio.gather(*(_start(worker, orders(worker), listener.fileno()) for worker in running.workers))
+        starting = [asyncio.ensure_future(_start(worker, orders(worker), listener.fileno())) for worker in running.workers]
+        try:
+            await asyncio.gather(*starting)
+        finally:  # of several, one may fail while the others are on their way
+            for one in starting:
+                one.cancel()
+            await asyncio.gather(*starting, return_exceptions=True)
         async with AsyncExitStack() as stack:
             for worker in running.workers:
-                await stack.enter_async_context(owned_task(keep(worker), f"worker {worker.number}"))
+                await stack.enter_async_context(owned_loop(partial(keep, worker), f"worker {worker.number}"))
             yield running
     finally:
         await asyncio.gather(*(_stop(worker, policy.serving.drain_s + STOP_S) for worker in running.workers))
 
 
 async def _start(worker: Worker, orders: bytes, fd: int) -> None:
+    """Raises EngineStartError."""
     worker.starts += 1
-    worker.process = process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "agentguard.cli.worker", stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
-        pass_fds=(fd,), start_new_session=True, preexec_fn=die_with_parent,
-    )  # fmt: skip
+    try:
+        worker.process = process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "agentguard.cli.worker", stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+            pass_fds=(fd,), start_new_session=True, preexec_fn=die_with_parent,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError) as error:
+        raise EngineStartError(
+            f"worker {worker.number} cannot be started ({error}); this machine has no process, memory or file left for it"
+        ) from error
     assert process.stdin is not None
     assert process.stdout is not None
     try:

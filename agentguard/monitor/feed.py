@@ -9,6 +9,7 @@ from pathlib import Path
 from agentguard.errors import AgentGuardError, ConfigError
 from agentguard.events import Event, FromSource
 from agentguard.monitor.model import Model
+from agentguard.tasks import tell_failure
 from agentguard.telemetry.hub import Hub
 from agentguard.telemetry.recorder import record
 
@@ -70,6 +71,7 @@ class Feed:
             raise ConfigError("record", str(path), f"{self.recording} is being written; stop that first")
         self.recording, self._marked, self._early, self._stop = path, "", [], asyncio.Event()
         self._task = asyncio.create_task(self._record(path, self._stop), name="monitor recording")
+        self._task.add_done_callback(tell_failure)
 
     async def _record(self, path: Path, stop: asyncio.Event) -> None:
         try:

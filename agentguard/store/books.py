@@ -1,7 +1,8 @@
 """A worker's side of the session store: reservations before steps, settlements after them, and what happens while it is away.
 
 A settlement is queued first and sent then, so that no cancellation loses it; the queue is bounded, and sent in order until the
-store has it. While the store is away a reservation fails at once: whether the step may run without one is the guard's decision.
+store has it. While the store is away a reservation fails at once: whether the step may run without one is the guard's decision. One
+alone asks whether it is back, the queue where it holds something and else a reservation, so that nobody else waits for the answer.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from agentguard.errors import loggable
 from agentguard.store import StoreError, StoreRefusedError
 from agentguard.store.accounts import Ask, Grant, Key, Refusal, Settlement
 from agentguard.store.sessions import MemorySessions, SessionStore
-from agentguard.tasks import owned_task
+from agentguard.tasks import owned_loop
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -65,6 +66,8 @@ class Books:
         self._running: dict[str, tuple[Key, Callable[[], int]]] = {}
         self._queue: OrderedDict[str, _Posted] = OrderedDict()
         self._wake = asyncio.Event()
+        self._asking = False
+        """A reservation asks a store that is away."""
 
     @property
     def waiting(self) -> int:
@@ -75,8 +78,10 @@ class Books:
         """Raises StoreError, at once while the store is known to be away. A step that is given up leaves no reservation behind."""
         if isinstance(self.store, MemorySessions):
             return await self.store.reserve(key, ask)
-        if self.away and time.monotonic() < self._retry_at:
+        asks = bool(self.away)
+        if asks and (self._queue or self._asking or time.monotonic() < self._retry_at):
             raise StoreError(self.away)
+        self._asking |= asks
         try:
             answer = await _within(PATIENCE_S, self.store.reserve(key, ask))
         except BaseException as error:
@@ -85,24 +90,25 @@ class Books:
             if isinstance(error, StoreError | TimeoutError):
                 raise self._failed(error) from None
             raise
+        finally:
+            self._asking &= not asks
         self._answered()
         return answer
 
     async def recall(self, name: str) -> str:
         """A note of this or another gateway, "" for none; while the store is away too: what is noted is no account."""
-        if isinstance(self.store, MemorySessions) or (self.away and time.monotonic() < self._retry_at):
+        if isinstance(self.store, MemorySessions) or self.away:
             return ""
         try:
             text = await _within(PATIENCE_S, self.store.recall(name))
         except (StoreError, TimeoutError) as error:
             self._failed(error)
             return ""
-        self._answered()
         return text
 
     async def note(self, name: str, text: str) -> None:
         """Keep a note for `recall`; nothing while the store is away."""
-        if isinstance(self.store, MemorySessions) or (self.away and time.monotonic() < self._retry_at):
+        if isinstance(self.store, MemorySessions) or self.away:
             return
         try:
             await _within(PATIENCE_S, self.store.note(name, text))
@@ -139,7 +145,7 @@ class Books:
         if isinstance(self.store, MemorySessions):
             yield
             return
-        async with owned_task(self._settle(), "settlements"), owned_task(self._renew(), "leases"):
+        async with owned_loop(self._settle, "settlements"), owned_loop(self._renew, "leases"):
             try:
                 yield
             finally:
@@ -151,6 +157,7 @@ class Books:
                     logger.error("settlements_lost", extra={"waiting": len(self._queue), "store": self.away})
 
     async def _settle(self) -> None:
+        self._wake.set()  # what a loop that failed left behind
         while True:
             await self._wake.wait()
             self._wake.clear()
@@ -176,8 +183,10 @@ class Books:
                 for posted, number in zip(batch, numbers, strict=True):
                     if self._queue.get(posted.settlement.step) is posted:
                         del self._queue[posted.settlement.step]
-                    posted.told(number)
-                    posted.done.set()
+                    try:
+                        posted.told(number)
+                    finally:
+                        posted.done.set()
 
     async def _renew(self) -> None:
         swept, wall = time.monotonic(), time.time()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from agentguard.economics.cells import Cell
 from agentguard.economics.netwin import Switch
 from agentguard.store import Store, StoreError
-from agentguard.tasks import owned_task
+from agentguard.tasks import owned_loop
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -85,7 +85,7 @@ async def synced(ledger: Ledger, store: Store, setup: str = "", every_s: float =
                     logger.warning("store_unreachable", extra={"error": str(error)})
                 failed = True
 
-    async with owned_task(keep(), "store"):
+    async with owned_loop(keep, "store"):
         yield
     try:
         await exchange(ledger, store, setup)  # what a cancelled exchange had begun

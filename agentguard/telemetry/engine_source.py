@@ -12,7 +12,7 @@ import zmq.asyncio
 
 from agentguard.events import VerificationStep, decode_msgpack
 from agentguard.request_ids import client_id
-from agentguard.tasks import owned_task
+from agentguard.tasks import owned_loop
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -33,8 +33,10 @@ async def engine_source(hub: Hub, endpoint: str) -> AsyncIterator[None]:
     socket.setsockopt(zmq.SUBSCRIBE, b"")
     socket.connect(endpoint)
 
+    expected: int | None = None
+
     async def forward() -> None:
-        expected: int | None = None
+        nonlocal expected
         while True:
             raw = await socket.recv()
             try:
@@ -50,7 +52,7 @@ async def engine_source(hub: Hub, endpoint: str) -> AsyncIterator[None]:
             hub.publish(frame)
 
     try:
-        async with owned_task(forward(), "engine_source"):
+        async with owned_loop(forward, "engine_source"):
             yield
     finally:
         socket.close()

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 
+from agentguard.errors import loggable
 from agentguard.events import Event
 
+logger = logging.getLogger(__name__)
 Sink = Callable[[Event], None]
 
 
@@ -41,9 +44,17 @@ class Hub:
         self._sinks: list[Sink] = []
 
     def publish(self, event: Event) -> None:
-        """Call every sink with the event, in the order in which they came. What a sink raises reaches the publisher."""
-        for sink in self._sinks:
-            sink(event)
+        """Call every sink with the event, in the order in which they came.
+
+        A sink that raises is logged and the others are called: whoever publishes has a step to finish, and counting it must not
+        break it.
+        """
+        for sink in list(self._sinks):
+            try:
+                sink(event)
+            except Exception as error:
+                told = {"sink": getattr(sink, "__qualname__", repr(sink)), "event": type(event).__name__}
+                logger.error("sink_failed", extra=told | {"error": loggable(error)})
 
     @contextmanager
     def sink(self, sink: Sink) -> Iterator[None]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agentguard.errors import ConfigError
+from agentguard.errors import ConfigError, loggable
 from agentguard.events import Event, VerificationStep, decode_json, encode_json
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
     from agentguard.telemetry.hub import Hub
 
+logger = logging.getLogger(__name__)
 FLUSH_S = 0.2
 TELEMETRY_BACKLOG = 20_000
 """Lines waiting for the disk above which verification frames are dropped (and counted); accounts are always kept."""
@@ -28,7 +30,7 @@ class Recorder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.dropped = 0
-        self.failure: OSError | None = None
+        self.failure: Exception | None = None
         self._lines: list[bytes] = []
 
     def take(self, event: Event) -> None:
@@ -47,8 +49,9 @@ class Recorder:
             lines, self._lines = self._lines, []
             try:
                 await asyncio.to_thread(self._write, lines)
-            except OSError as error:
-                self.failure = error
+            except Exception as error:  # told at once: the end may be days away
+                self.failure, self._lines = error, []
+                logger.error("recording_failed", extra={"path": str(self.path), "error": _why(error)})
             if stopping:
                 return
             with contextlib.suppress(TimeoutError):
@@ -81,8 +84,12 @@ async def record(hub: Hub, path: Path) -> AsyncIterator[Recorder]:
         raise _unwritable(path, recorder.failure)
 
 
-def _unwritable(path: Path, error: OSError) -> ConfigError:
-    return ConfigError("events", str(path), f"cannot be written ({error.strerror}); choose another file")
+def _unwritable(path: Path, error: Exception) -> ConfigError:
+    return ConfigError("events", str(path), f"cannot be written ({_why(error)}); choose another file")
+
+
+def _why(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or loggable(error)
 
 
 def replay(path: Path) -> Iterator[Event]:

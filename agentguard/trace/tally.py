@@ -8,11 +8,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class MarkerIds:
-    """The ids of the family's markers, and of the text a forced close writes (transition, end marker, what must follow)."""
+    """The ids of the family's markers, and of the text a forced close writes (transition, end marker, what must follow); blanks:
+    what a template may write behind the start marker it opens a block with, a line's end or a label."""
 
     start: tuple[int, ...]
     end: tuple[int, ...]
     closing: tuple[int, ...]
+    blanks: tuple[tuple[int, ...], ...] = ()
 
 
 class Tally:

@@ -12,18 +12,12 @@ from engine_plugins.kernels.batch import STATS, Batch
 from engine_plugins.kernels.tuning import Shape, shape_for
 
 
-def _shape(batch: Batch, shape: Shape | None, tuned: bool) -> Shape:
-    return shape or shape_for(batch.vocab, batch.target.device.type, tuned)
-
-
-def statistics(
-    batch: Batch, rules: Tensor | None = None, *, end: int = -1, shape: Shape | None = None, tuned: bool = False
-) -> tuple[Tensor, Tensor]:
+def statistics(batch: Batch, rules: Tensor | None = None, *, end: int = -1, shape: Shape | None = None) -> tuple[Tensor, Tensor]:
     """[rows, 16] float32 statistics (`batch.TOP` …; undefined where want is 0), and [rows] int32 verdicts.
 
     rules: [slots, 8] (`table.numbers`), None for statistics alone; end: the end-of-think marker's (first) token, -1: unknown.
     """
-    shape = _shape(batch, shape, tuned)
+    shape = shape or shape_for(batch.target.device.type)
     n, blocks, device = len(batch.x), shape.blocks(batch.vocab), batch.target.device
     part = torch.empty(n, blocks, rows.PARTIALS, device=device)
     stats = torch.empty(n, STATS, device=device)
@@ -42,15 +36,13 @@ def statistics(
     return stats, verdict
 
 
-def rewrite(
-    batch: Batch, rules: Tensor, stats: Tensor, verdict: Tensor, *, sums: bool, shape: Shape | None = None, tuned: bool = False
-) -> None:
+def rewrite(batch: Batch, rules: Tensor, stats: Tensor, verdict: Tensor, *, sums: bool, shape: Shape | None = None) -> None:
     """Write the pairs of all judged rows over target and draft, in place. sums: `table.passes` of the rules in the batch.
 
     The draft's logits are this step's own and are made anew before the next verification; the target's must be a copy that nobody
     reports from.
     """
-    shape = _shape(batch, shape, tuned)
+    shape = shape or shape_for(batch.target.device.type)
     n, blocks = len(batch.x), shape.blocks(batch.vocab)
     part = torch.empty(n, blocks, rows.SUMS, device=batch.target.device) if sums else stats
     draft, stride_0, stride_1 = batch.at_draft()
@@ -64,6 +56,18 @@ def rewrite(
         batch.temperature, rules, batch.vocab, blocks, BLOCK=shape.block, BLOCKS=_padded(blocks), HAS_SUMS=sums,
         num_warps=shape.warps,
     )  # fmt: skip
+
+
+def broken(draft: Tensor, slot: Tensor, step: Tensor, *, shape: Shape | None = None) -> Tensor:
+    """[rows] bool: is the draft row that a row's own token was drawn from no law? A law has a largest logit that is finite: NaN,
+    +inf and a row of -inf alone have not. draft: [slots, K, Vd]; slot, step: [rows], a token of step j + 1 coming from row j."""
+    shape = shape or shape_for(draft.device.type)
+    v = draft.shape[-1]
+    top = torch.empty(len(slot), shape.blocks(v), device=draft.device)
+    rows.tops_kernel[tuple(top.shape)](
+        top, draft, draft.stride(0), draft.stride(1), slot, step, v, top.shape[1], BLOCK=shape.block, num_warps=shape.warps
+    )
+    return ~top.amax(-1).isfinite()
 
 
 def layout(
@@ -86,13 +90,13 @@ def _padded(blocks: int) -> int:
 
 
 def warm_up(
-    vocab: int, draft: Tensor | None, steps: int, device: torch.device, dtypes: Iterable[torch.dtype], *, tuned: bool, end: int
+    vocab: int, draft: Tensor | None, steps: int, device: torch.device, dtypes: Iterable[torch.dtype], *, end: int, learns: bool
 ) -> None:
-    """Compile what a step launches, and find the block size where ``tuned``, before a request waits for it.
+    """Compile what a step launches, before a request waits for it.
 
     draft: the draft's logits the engine will hand over, [slots, K, Vd], None where it keeps none; nothing is written to it. dtypes:
-    in which the engine may hand over the target's logits; rows are rewritten in float32 only. Index types are those of Model
-    Runner V2.
+    in which the engine may hand over the target's logits; rows are rewritten in float32 only. learns: the draft's weights change.
+    Index types are those of Model Runner V2.
     """
     slot = torch.zeros(steps + 1, dtype=torch.int64, device=device)
     token = torch.zeros(steps + 1, dtype=torch.int32, device=device)
@@ -100,10 +104,14 @@ def warm_up(
     step = torch.arange(steps + 1, dtype=torch.int32, device=device)
     heat, rules = torch.ones(1, device=device), torch.zeros(1, table.WIDTH, device=device)
     inside = torch.full((steps + 1,), -1, dtype=torch.int32, device=device)
+    if learns and draft is not None:
+        broken(draft, slot, step)
     for dtype in sorted({torch.float32, *dtypes}, key=str):
-        target = torch.zeros(steps + 1, vocab, device=device, dtype=dtype)
-        for listened in (False, True):
-            batch = layout(ends, slot[:1], slot, step, token, heat, rules, inside, target, draft, listened=listened)
-            stats, verdict = statistics(batch, rules, end=end, tuned=tuned)
-            for sums in (False, True) if draft is not None and dtype == torch.float32 else ():
-                rewrite(batch, rules, stats, verdict, sums=sums, tuned=tuned)
+        rows = torch.zeros(steps + 2, vocab, device=device, dtype=dtype)
+        # a chunk's logits begin at any row, which is where a row is no multiple of 16 bytes long another kernel for Triton
+        for target in {part.data_ptr() % 16 == 0: part for part in (rows[1:], rows[:-1])}.values():
+            for listened in (False, True):
+                batch = layout(ends, slot[:1], slot, step, token, heat, rules, inside, target, draft, listened=listened)
+                stats, verdict = statistics(batch, rules, end=end)
+                for sums in (False, True) if draft is not None and dtype == torch.float32 else ():
+                    rewrite(batch, rules, stats, verdict, sums=sums)

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine_plugins.kernels.jit import kernel
+
 WIDTH = 8
 SEEN, INSIDE, BEGAN, BEFORE, GIVEN = range(5)
 _WIDTH: tl.constexpr = tl.constexpr(WIDTH)
@@ -55,6 +57,18 @@ def _last(tokens, length, marker, LENGTH: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _first(tokens, at, total, marker, LENGTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Where the first occurrence ends that has its last token among tokens ``at`` … ``at`` + BLOCK - 1; a huge number for none."""
+    last = at + tl.arange(0, BLOCK)
+    same = last < total
+    for j in tl.static_range(0, LENGTH):
+        place = last - LENGTH + 1 + j
+        token = tl.load(tokens + place, mask=(place >= 0) & (last < total), other=-1)
+        same = same & (place >= 0) & (token == tl.load(marker + j))
+    return tl.min(tl.where(same, last + 1, 2147483647), axis=0)
+
+
+@kernel
 def advance_kernel(
     state_ptr, slots_ptr, tokens_ptr, tokens_stride, prompt_ptr, total_ptr, start_ptr, end_ptr, limits_ptr, close_at_ptr,
     START: tl.constexpr, END: tl.constexpr, BLOCK: tl.constexpr, HAS_LIMITS: tl.constexpr,
@@ -79,15 +93,22 @@ def advance_kernel(
         given = tl.where(opened > closed, prompt - opened, 0)
         before = before * 0
         seen = prompt
-    for at in range(seen, total):
+    # a block of tokens at a time, from marker to marker: between them nothing changes, and the tokens lie in the host's memory, so
+    # that token by token each would be a trip over the bus
+    at = seen
+    while at < total:
         if inside != 0:
-            if _ends(tokens, total, tokens, at + 1, end_ptr, END):
-                before += at + 1 - began - END - given
+            stop = _first(tokens, at, total, end_ptr, END, BLOCK)
+            if stop <= total:
+                before += stop - began - END - given
                 inside = inside * 0
                 given = given * 0
-        elif _ends(tokens, total, tokens, at + 1, start_ptr, START):
-            inside = inside * 0 + 1
-            began = began * 0 + at + 1
+        else:
+            stop = _first(tokens, at, total, start_ptr, START, BLOCK)
+            if stop <= total:
+                inside = inside * 0 + 1
+                began = began * 0 + stop
+        at = tl.minimum(stop, at + BLOCK)
     tl.store(state, tl.maximum(seen, total))
     tl.store(state + 1, inside)
     tl.store(state + 2, began)
@@ -102,7 +123,7 @@ def advance_kernel(
         tl.store(close_at_ptr + slot, limit)
 
 
-@triton.jit
+@kernel
 def ahead_kernel(
     inside_ptr, state_ptr, slots_ptr, ends_ptr, tokens_ptr, tokens_stride, total_ptr, drafted_ptr, start_ptr, end_ptr,
     START: tl.constexpr, END: tl.constexpr,

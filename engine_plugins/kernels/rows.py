@@ -10,6 +10,9 @@ The pairs written are those of the rules on an engine that normalises both rows 
 * Cactus: its target logit alone changes, and softmax scales the others;
 * q' = e_x: the draft logit of x is raised until q'(x) = 1, exact in any precision of the draft's logits;
 * a rule with a residual of its own (lenience, interpolation, token cascades): the target row is written in whole.
+
+A token the target forbids (-inf) has p' = 0 in every pair, to the bit: where p' and q' are equal in the reals, their rounded
+difference may be positive, and vLLM would draw from it.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import triton.language as tl
 from agentguard.row_flags import RowFlag
 from engine_plugins.kernels import table
 from engine_plugins.kernels.batch import FAR, FORCED_LOGIT, ONE_HOT, RELAX, STATS, WANT_DRAFT
+from engine_plugins.kernels.jit import kernel
 
 PARTIALS = 8
 SUMS = 4
@@ -55,7 +59,7 @@ _WANT_DRAFT: tl.constexpr = tl.constexpr(WANT_DRAFT)
 _RELAX: tl.constexpr = tl.constexpr(RELAX)
 
 
-@triton.jit
+@kernel
 def partials_kernel(
     part_ptr, target_ptr, target_stride, draft_ptr, draft_stride_0, draft_stride_1, x_ptr, want_ptr, slot_ptr, step_ptr,
     temperature_ptr, vocab, blocks, BLOCK: tl.constexpr, HAS_DRAFT: tl.constexpr,
@@ -97,7 +101,26 @@ def partials_kernel(
                 tl.store(out + 7, tl.sum(tl.where(draft > _NEGATIVE, tl.exp(draft - base), 0.0), axis=0))
 
 
-@triton.jit
+@kernel
+def tops_kernel(
+    top_ptr, draft_ptr, draft_stride_0, draft_stride_1, slot_ptr, step_ptr, vocab, blocks, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Of each block of the draft row that a row's own token was drawn from: the largest logit, +inf where one is no number. A row
+    of step 0 has no such token and is not read. top: [rows, blocks] float32."""
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    step = tl.load(step_ptr + row)
+    top = 0.0
+    if step > 0:
+        slot = tl.load(slot_ptr + row).to(tl.int64)
+        at = block * BLOCK + tl.arange(0, BLOCK)
+        start = draft_ptr + slot * draft_stride_0 + (step - 1) * draft_stride_1
+        draft = tl.load(start + at, mask=at < vocab, other=_NEGATIVE).to(tl.float32)
+        top = tl.max(tl.where(draft == draft, draft, float("inf")), axis=0)
+    tl.store(top_ptr + row * blocks + block, top)
+
+
+@kernel
 def decide_kernel(
     stats_ptr, verdict_ptr, part_ptr, target_ptr, target_stride, draft_ptr, draft_stride_0, draft_stride_1, x_ptr, want_ptr,
     flags_ptr, slot_ptr, step_ptr, temperature_ptr, rule_ptr, end, blocks, BLOCKS: tl.constexpr, HAS_DRAFT: tl.constexpr,
@@ -198,21 +221,22 @@ def decide_kernel(
 def _needs_sums(code, verdict, px, qx, k0):
     """Does this row's decision need the sums of the second pass?"""
     lenient = (code == _LENIENCE) & (verdict == 1) & (px < k0 * qx)
+    mixed = (code == _INTERP) & (verdict == 1) & (px < qx) & (k0 < 1.0)
     trusting = (code >= _FUZZY) & (code != _CHOW) & (code != _DIFF) & (code != _OTHER)
     removed = (verdict == 2) & ((code == _CHOW) | (code == _DIFF) | (code == _INTERP))
-    return lenient | (code == _TYPICAL) | trusting | removed
+    return lenient | mixed | (code == _TYPICAL) | trusting | removed
 
 
 @triton.jit
 def _in_set(code, p, q, p_max, alpha):
-    """A of the token cascades, one comparison for all three as ``code`` is known at run time alone."""
+    """A of the token cascades, one comparison for all three as ``code`` is known at run time alone; of tokens that are allowed."""
     value = tl.where(code == _TOK_V1, q, p)
     least = tl.where(code > _TOK_V2, (1.0 - alpha) * p_max, p_max - alpha)
     # alpha < 0 trusts nothing under V2 and V3, also where 1 - alpha rounds to 1
     return value >= tl.where((code > _TOK_V1) & (alpha < 0), 2.0, least)
 
 
-@triton.jit
+@kernel
 def sums_kernel(
     sums_ptr, verdict_ptr, stats_ptr, target_ptr, target_stride, draft_ptr, draft_stride_0, draft_stride_1, x_ptr, slot_ptr,
     step_ptr, temperature_ptr, rule_ptr, vocab, blocks, BLOCK: tl.constexpr,
@@ -246,13 +270,13 @@ def sums_kernel(
                 q = tl.exp((draft - tl.load(stats + 8)) - tl.load(stats + 9))
                 free = (at != tl.load(x_ptr + row)) & (logits > _NEGATIVE)
                 if code >= _TOK_V1:
-                    trusted = _in_set(code, p, q, tl.exp(0.0 - log_z), k0) & inside
+                    trusted = _in_set(code, p, q, tl.exp(0.0 - log_z), k0) & (logits > _NEGATIVE)
                     main = tl.sum(tl.where(trusted, q, 0.0), axis=0)
                     left = tl.sum(tl.where(trusted & free, q, 0.0), axis=0)
                     count = tl.sum(trusted.to(tl.int32), axis=0).to(tl.float32)
                 else:
                     left = tl.sum(tl.where(free, q, 0.0), axis=0)
-                    if (code == _LENIENCE) | (code == _OPT):
+                    if (code == _LENIENCE) | (code == _OPT) | (code == _INTERP):
                         main = tl.sum(tl.maximum(p - q, 0.0), axis=0)
                     elif (code == _FUZZY) | (code == _R_FUZZY):
                         m = (p + q) * 0.5
@@ -266,7 +290,7 @@ def sums_kernel(
             tl.store(out + 2, count)
 
 
-@triton.jit
+@kernel
 def write_kernel(
     sums_ptr, verdict_ptr, stats_ptr, target_ptr, target_stride, draft_ptr, draft_stride_0, draft_stride_1, x_ptr, slot_ptr,
     step_ptr, temperature_ptr, rule_ptr, vocab, blocks, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, HAS_SUMS: tl.constexpr,
@@ -302,7 +326,7 @@ def write_kernel(
                 count = tl.sum(tl.load(part + 2, mask=lane < blocks, other=0.0), axis=0)
 
         # what is done: certain accepts x; lx is its new logit; best makes the argmax the whole row; one_hot sets q' = e_x; whole: 1
-        # lenience, 2 the draft without x, 3 the mixture, 4 the token cascade
+        # x with its acceptance beside the stock residual, 2 the draft without x, 3 the mixture without x, 4 the token cascade
         certain = False
         change = False
         lx = _NEGATIVE
@@ -326,7 +350,7 @@ def write_kernel(
         elif code == _INTERP:
             if px < qx:
                 certain = k0 >= 1.0
-                whole = tl.where(k0 >= 1.0, 0, 3)
+                whole = tl.where(k0 >= 1.0, 0, 1)
         elif code == _TYPICAL:
             threshold = tl.minimum(k1 * tl.exp(main), k0)
             certain = (px > threshold) | (argmax == x)
@@ -386,13 +410,13 @@ def write_kernel(
             q = tl.exp((draft - d_top) - d_log_z)
             new = q
             if whole == 1:
-                a = px / (k0 * qx)
+                a = tl.where(code == _INTERP, k0 + (1.0 - k0) * (px / qx), px / (k0 * qx))
                 rest = tl.where(main > 0, tl.maximum(p - q, 0.0) / tl.where(main > 0, main, 1.0), p)
                 new = tl.where(at == x, a, (1.0 - a) * rest)
             elif whole == 3:
                 new = k0 * q + (1.0 - k0) * p
             elif whole == 4:
-                trusted = _in_set(code, p, q, tl.exp(0.0 - log_z), k0)
+                trusted = _in_set(code, p, q, tl.exp(0.0 - log_z), k0) & (logits > _NEGATIVE)
                 new = tl.where(trusted, q, 0.0) + tl.maximum(1.0 - main, 0.0) * p
             if verdict == 2:
                 new = tl.where((logits > _NEGATIVE) & (at != x), new, 0.0)
@@ -406,7 +430,7 @@ def write_kernel(
             tl.store(start + x, _ONE_HOT)
 
 
-@triton.jit
+@kernel
 def layout_kernel(
     x_ptr, want_ptr, flags_ptr, ends_ptr, slots_ptr, drafted_ptr, temperature_ptr, rule_ptr, inside_ptr, listened, has_draft,
 ):  # fmt: skip

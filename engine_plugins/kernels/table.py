@@ -18,7 +18,7 @@ CODES = {
     "casc-tok-v2": TOK_V2, "casc-tok-v3": TOK_V3,
 }  # fmt: skip
 READS_DRAFT = frozenset(CODES.values()) - {FILTER, CACTUS, TYPICAL} | {OTHER}
-TWO_PASSES = READS_DRAFT - {INTERP, CHOW, DIFF, OTHER} | {TYPICAL}
+TWO_PASSES = READS_DRAFT - {CHOW, DIFF, OTHER} | {TYPICAL}
 """Rules whose decision needs a sum over both normalised rows. The others need a second pass for a filtered token alone."""
 BOTH, THINK, ANSWER = range(3)
 PHASES = {"both": BOTH, "think": THINK, "answer": ANSWER}

@@ -47,6 +47,16 @@ def layout(
     return Batch(target, draft, x, want.int(), flags, slot, step, temperature)
 
 
+def broken(draft: Tensor, slot: Tensor, step: Tensor) -> Tensor:
+    """See `launch.broken`."""
+    top = torch.zeros(len(slot), device=draft.device)
+    size = max(1, CHUNK // draft.shape[-1])
+    for start in range(0, len(slot), size):
+        part = slice(start, start + size)
+        top[part] = draft[slot[part].long(), (step[part].long() - 1).clamp_min(0)].amax(-1).float()
+    return (step > 0) & ~top.isfinite()
+
+
 def statistics(batch: Batch, rules: Tensor | None = None, *, end: int = -1) -> tuple[Tensor, Tensor]:
     """See `launch.statistics`; rows nobody wants are worked out as well."""
     stats = torch.empty(len(batch.x), STATS, device=batch.target.device)

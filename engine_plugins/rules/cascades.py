@@ -64,7 +64,8 @@ class Opt(Trusting):
 
 
 class _Token(Reducible):
-    """pi = q on a trusted set A plus q(not A) p: x in A is always accepted, the others are judged *more* strictly than strict.
+    """pi = q on a trusted set A plus q(not A) p: x in A is always accepted, the others are judged *more* strictly than strict. A
+    token the target forbids is in no A: nothing may be drawn that a grammar rules out.
 
     Off A the ratio is q(not A) p(x)/q(x); on A the residual is q(not A) p. Both follow from p' = p with q' = 0 on A and q/q(not
     A) off it, so only q changes, and only in rows whose x is not in A. Acceptance is not monotone in alpha: a larger A leaves
@@ -76,11 +77,11 @@ class _Token(Reducible):
 
     @abstractmethod
     def trusted(self, p: Tensor, q: Tensor, p_max: Tensor) -> Tensor:
-        """Which tokens are in A; p, q: [rows, V] or [rows, 1], p_max: [rows, 1]."""
+        """Which tokens are in A, if they are allowed; p, q: [rows, V] or [rows, 1], p_max: [rows, 1]."""
 
     def pi(self, rows: Rows) -> Tensor:
         p, q = rows.p, rows.q
-        trusted = self.trusted(p, q, p.amax(-1, keepdim=True))
+        trusted = self.trusted(p, q, p.amax(-1, keepdim=True)) & (rows.logits > -torch.inf)
         off = torch.where(trusted, 0.0, q).sum(-1, keepdim=True)
         return torch.where(trusted, q, 0.0) + off * p
 
@@ -89,12 +90,12 @@ class _Token(Reducible):
         # {argmax} with it
         p, q, p_max = rows.p, rows.q, rows.p.amax(-1, keepdim=True)
         at = rows.x.unsqueeze(-1)
-        inside = self.trusted(p.gather(-1, at), q.gather(-1, at), p_max).squeeze(-1)
+        inside = self.trusted(p.gather(-1, at), q.gather(-1, at), p_max).squeeze(-1) & rows.allowed
         accepted = rows.accept(torch.ones_like(rows.qx), inside)
         outside = (~inside).nonzero().squeeze(-1)
         if outside.numel() == 0:
             return accepted
-        trusted = self.trusted(p[outside], q[outside], p_max[outside])
+        trusted = self.trusted(p[outside], q[outside], p_max[outside]) & (rows.logits[outside] > -torch.inf)
         if not bool(trusted.any()):  # A is empty, the rows are strict, bit for bit
             return accepted
         off = torch.where(trusted, 0.0, q[outside])
@@ -105,7 +106,8 @@ class _Token(Reducible):
 
 
 class TokenV1(_Token):
-    """A = tokens with q(v) >= max p - alpha (equation 13). alpha < -1 is strict bit for bit, 1 emits the draft alone."""
+    """A = tokens with q(v) >= max p - alpha (equation 13), of those with p(v) > 0. alpha < -1 is strict bit for bit, 1 emits the
+    draft alone."""
 
     name = "casc-tok-v1"
 

@@ -34,9 +34,9 @@ class Serving:
     """The state machine of the served draft's weights.
 
     epoch counts the requests at which the draft stood at its start weights; a publish for another epoch is refused. version is that
-    of the weights in use, 0 for the start weights. capturing says whether the trainer is sent frames. fixed: tensors of a head that
-    are the target's own, which a trainer must leave out. Nothing in here ends a step of the engine: what fails switches TTS off,
-    with an event."""
+    of the weights in use, 0 for the start weights; published: others were ever in use. capturing says whether the trainer is sent
+    frames. fixed: tensors of a head that are the target's own, which a trainer must leave out. Nothing in here ends a step of the
+    engine: what fails switches TTS off, with an event."""
 
     def __init__(
         self, worker: Any, settings: TtsSettings, capture: Capture | None, emit: Callable[[Any], None], engine: str,
@@ -46,6 +46,7 @@ class Serving:
         self._fixed = tuple(fixed)
         self.epoch = 0
         self.version = 0
+        self.published = False
         self._path = ""
         self._live = False  # a trainer is attached and nobody has paused it
         self.failed = ""  # what went wrong in a step, until the next trainer
@@ -106,6 +107,7 @@ class Serving:
         why = self._refusal(info)
         if why:
             return {"applied": False, "ms": 0.0, "reason": why}
+        self.published = self.published or info["slot"] != START
         ms = self._load(info["slot"])
         self.version = info["version"] if info["slot"] != START else 0
         self._last = 0.0

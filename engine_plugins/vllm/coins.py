@@ -6,18 +6,18 @@ coin that decided a row can be had without asking the kernel that threw it.
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 from torch import Tensor
 from vllm.v1.worker.gpu.sample.gumbel import tl_rand32
 
 from engine_plugins.kernels import batch
+from engine_plugins.kernels.jit import kernel
 
 _STATS: tl.constexpr = tl.constexpr(batch.STATS)
 _COIN: tl.constexpr = tl.constexpr(batch.COIN)
 
 
-@triton.jit
+@kernel
 def _coins_kernel(stats_ptr, slot_ptr, position_ptr, seed_ptr, temperature_ptr):
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_ptr + row)

@@ -19,6 +19,8 @@ from engine_plugins.tts.capture import Committed, Seen
 from engine_plugins.tts.loss import joined, top_k
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     from engine_plugins.tts.capture import Capture
     from engine_plugins.tts.loss import Rows
     from engine_plugins.tts.serving import Serving
@@ -52,6 +54,12 @@ class Lessons:
     def __init__(self, serving: Serving, slots: RequestSlots, req_states: Any) -> None:
         self._serving, self._slots, self._states = serving, slots, req_states
         self._step = _Step()
+
+    @property
+    def may_be_broken(self) -> bool:
+        """Can a row of q be no law? Only by weights that were published; what they wrote into the draft's KV cache outlives them,
+        also behind a shared prefix, so it stays true."""
+        return self._serving.published
 
     def begin(self, input_batch: Any) -> None:
         """The runner is about to verify this batch."""
@@ -128,18 +136,11 @@ class Lessons:
         step.tokens.append(states.all_token_ids.gpu[slots[:, None], at.clamp_min(0)])
 
 
-def without_broken_rows(given: dict[str, Any]) -> Tensor:
+def without_broken_rows(given: dict[str, Any], backend: ModuleType) -> Tensor:
     """V2's drafted tokens, -1 where the draft's row is no law: such a token is rejected and the target's own law is drawn from, so
-    what is served stays exact (`seam_v1._without_broken_rows`). No host sync.
-
-    A law has a largest logit that is finite; NaN, +inf and a row of -inf alone have not.
-    """
-    draft, drafted, slots = given["draft_logits"], given["draft_sampled"], given["idx_mapping"].long()
-    broken = torch.zeros(draft.shape[:2], dtype=torch.bool, device=draft.device)
-    # rows of a few slots are copied together; of many, all slots are read where they lie
-    top = draft[slots].amax(-1) if 2 * len(slots) < len(draft) else draft.amax(-1)[slots]
-    broken[slots] = ~torch.isfinite(top)
-    column = given["expanded_local_pos"].long()
-    behind = broken[given["expanded_idx_mapping"].long(), (column - 1).clamp_min(0)] & (column > 0)
-    out: Tensor = drafted.masked_fill(behind, -1)
+    what is served stays exact (`seam_v1._without_broken_rows`). backend: `kernels.launch`, which reads the drafted rows where they
+    lie, or `kernels.twin`. No host sync."""
+    out: Tensor = given["draft_sampled"].masked_fill(
+        backend.broken(given["draft_logits"], given["expanded_idx_mapping"], given["expanded_local_pos"]), -1
+    )
     return out

@@ -1,22 +1,23 @@
-"""What the tap says about draft rows: p, q, rank and the strict verdict of each drafted token, and what became of it."""
+"""What the tap says about draft rows: p, q, rank and the strict verdict of each drafted token. What became of it follows from these
+numbers, and is worked out where they are read (`agentguard.events.PackedStep`)."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from agentguard.events import DraftRows, Fate, RowFlag, Verified
+from agentguard.events import PackedStep
 from engine_plugins import kernels
 
 # elements a pass works on, so that it meets its rows in the CPU's cache (rank of 384 rows of 151,936: 40 ms against 150 ms in
 # one piece)
 CHUNK = 1 << 20
-STRICT = "strict"
 
 
 class Coins:
@@ -117,53 +118,25 @@ def entropy(logits: Tensor) -> Tensor:
     return -(log_p.exp() * log_p.nan_to_num(neginf=0.0)).sum(-1)
 
 
-def rows_of(
-    accepted: int, tokens: Sequence[int], p: Sequence[float], q: Sequence[float], rank: Sequence[int], strict: Sequence[float],
-    coins: Sequence[float], flags: Sequence[int],
-) -> DraftRows:  # fmt: skip
-    """One request's rows of a round, of whose drafts the first ``accepted`` passed."""
-    would = [s >= c if s < 1 else True for s, c in zip(strict, coins, strict=True)]
-    marked = [f | RowFlag.ACCEPTED if j < accepted else f for j, f in enumerate(flags)]
-    fate = [_fate(j - accepted, f, w) for j, (f, w) in enumerate(zip(flags, would, strict=True))]
-    return DraftRows(
-        token=list(tokens), p=list(p), q=list(q), rank=list(rank), strict=list(strict), would=would, flags=marked, fate=fate
-    )
-
-
-def verified(
-    request: str, asked: str, accepted: int, columns: Sequence[Sequence[Any]], end: Sequence[float],
-    entropy: Sequence[float] | Mapping[int, float],
-) -> Verified:  # fmt: skip
-    """One request's round. columns: of its rows, in the order `rows_of` takes them; end, entropy: of its rows; told is where, among
-    those decided, the end marker stood highest (`at_end`), so the entropy of that row is enough."""
-    at = at_end(end, accepted)
-    flags = columns[-1]
-    return Verified(
-        request=request,
-        rule_asked=asked,
-        rule_effective=asked if any(f & RowFlag.RELAXED for f in flags) else STRICT,
-        drafted=len(flags),
-        accepted=accepted,
-        rows=rows_of(accepted, *columns),
-        end=end[at] if at >= 0 else -1.0,
-        entropy=entropy[at] if at >= 0 else -1.0,
-    )
-
-
 def at_end(end: Sequence[float], accepted: int) -> int:
     """Which of a request's decided rows gives the end marker most; -1 where the marker is unknown."""
     decided = end[: accepted + 1]
     return max(range(len(decided)), key=decided.__getitem__) if decided and max(decided) >= 0 else -1
 
 
-def _fate(behind: int, flags: int, would: bool) -> Fate:
-    """``behind``: the row's distance to the first rejected one; negative for an accepted row."""
-    if behind > 0:
-        return Fate.UNREAD
-    if flags & RowFlag.FORCED:
-        return Fate.FORCED
-    if behind < 0:
-        return Fate.RELAXED if flags & RowFlag.RELAXED and not would else Fate.STRICT
-    if flags & RowFlag.MASKED:
-        return Fate.MASKED
-    return Fate.LOW_SUPPORT if flags & RowFlag.LOW_SUPPORT else Fate.COIN
+@dataclass(frozen=True, slots=True)
+class Rounds:
+    """What a step's requests did with their drafts. requests, rules, drafted, accepted: as in `PackedStep`; columns: [9, rows],
+    those of `PackedStep.COLUMNS` in their order, on the host."""
+
+    requests: list[str]
+    rules: list[str]
+    drafted: list[int]
+    accepted: list[int]
+    columns: np.ndarray[Any, Any]
+
+    def packed(self, t: float, engine: str, step: int) -> PackedStep:
+        return PackedStep(
+            t=t, engine=engine, step=step, requests=self.requests, rules=self.rules, drafted=self.drafted, accepted=self.accepted,
+            values=self.columns.astype("<f4").tobytes(),
+        )  # fmt: skip

@@ -26,6 +26,7 @@ class Outbox:
         self.dropped = 0
         self._waiting: queue.Queue[tuple[Any, list[Tensor], Callable[[list[Tensor]], None]] | None] = queue.Queue(HELD)
         self._thread: threading.Thread | None = None
+        self._device: torch.device | None = None
 
     def send(self, tensors: Sequence[Tensor], deliver: Callable[[list[Tensor]], None]) -> None:
         if tensors[0].device.type == "cpu":
@@ -35,7 +36,9 @@ class Outbox:
             self.dropped += 1
             return
         copies = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True) for t in tensors]
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._device = tensors[0].device
+        # blocking: the thread sleeps until the device is there; spinning, it would take a core from the worker
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record()
         self._hand_over(event, copies, deliver)
 
@@ -47,6 +50,8 @@ class Outbox:
         self._waiting.put_nowait((event, copies, deliver))
 
     def _run(self) -> None:
+        if self._device is not None:  # a thread begins on device 0, where a wait would make a context of half a gigabyte
+            torch.cuda.set_device(self._device)
         while (item := self._waiting.get()) is not None:
             event, copies, deliver = item
             try:

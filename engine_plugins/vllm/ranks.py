@@ -4,8 +4,7 @@ Under tensor parallelism every rank verifies the same rows for itself, and no ra
 differently goes on with other tokens. Equal inputs give equal bits only if the same code runs in the same order on each. What could
 differ between ranks, and what keeps it from differing:
 
-* block sizes that were measured (`engine_plugins.kernels.tuning`): another size adds up in another order. Measured on engines of
-one rank alone, fixed on all others;
+* block sizes (`engine_plugins.kernels.tuning`): another size adds up in another order. None is measured at start-up;
 * kernels on one rank and twins on another, other versions, other settings: compared at start-up (`agree`);
 * limits and rules that change while requests run: they come by collective RPC, which every rank sees between the same two steps;
 * atomics and data-dependent launches: the kernels have none.
@@ -21,11 +20,6 @@ from typing import Any
 import torch.distributed as dist
 
 from agentguard.errors import PluginError
-
-
-def alone(parallel: Any) -> bool:
-    """Does one rank decide for itself? ``parallel``: vLLM's parallel_config."""
-    return int(getattr(parallel, "world_size", 1)) == 1
 
 
 def agree(facts: dict[str, str], group: Any) -> None:
@@ -68,5 +62,5 @@ def facts(**more: str) -> dict[str, str]:
 
     from engine_plugins.vllm.compat import vllm_version
 
-    asked = {name: os.environ.get(name, "") for name in ("AG_KERNELS", "TRITON_INTERPRET", "TRITON_DEFAULT_FP_FUSION")}
+    asked = {name: os.environ.get(name, "") for name in ("AG_KERNELS", "AG_BLOCK", "TRITON_INTERPRET", "TRITON_DEFAULT_FP_FUSION")}
     return {"vLLM": str(vllm_version()), "torch": str(torch.__version__), **asked, **more}

@@ -26,7 +26,7 @@ from agentguard.events import RowFlag
 from engine_plugins import rules
 from engine_plugins.kernels.batch import FORCED_LOGIT
 from engine_plugins.tts.capture import Seen
-from engine_plugins.vllm.observe import Coins, Described, at_end, describe, entropy, verified
+from engine_plugins.vllm.observe import Coins, Described, Rounds, at_end, describe, entropy
 from engine_plugins.vllm.params import RequestParams
 from engine_plugins.vllm.phase import PhaseTracker, ThinkMarkers
 
@@ -44,6 +44,7 @@ class _Request:
     params: RequestParams
     rule: rules.FilteredRule | None  # None: strict
     phase: PhaseTracker | None
+    asked: str  # the rule's text
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +149,7 @@ class SeamV1:
         found = rules.get(params.rule)
         rule = found if found.acts else None
         phase = PhaseTracker(self._markers, state.prompt_token_ids or ()) if rule and self._markers else None
-        return _Request(state, params, rule, phase)
+        return _Request(state, params, rule, phase, str(params.rule))
 
     def _mark(self, step: _Step, metadata: Any) -> None:
         """Set the flags of rows that must stay strict."""
@@ -179,7 +180,7 @@ class SeamV1:
                 continue
             inside = self._in_phase(step.ids[i], request, step.drafts[start:end])
             wanted[start:end] = torch.tensor(inside, device=wanted.device)
-            by_rule.setdefault(str(request.params.rule), []).append(i)
+            by_rule.setdefault(request.asked, []).append(i)
         wanted &= step.flags == 0
         for members in by_rule.values():
             rule = step.requests[members[0]].rule
@@ -211,30 +212,24 @@ class SeamV1:
         coins = self._coins.take()
         # all greedy: no coin is thrown, and strict is 0 or 1
         coins = torch.full_like(described.p, 0.5) if coins is None else coins
-        columns = [
-            column.tolist()
-            for column in (step.drafts, described.p, described.q, described.rank, described.strict, coins.float(), step.flags)
-        ]
         ends = described.end.tolist()
-        at = [at_end(ends[start:stop], accepted[i]) for i, (start, stop) in enumerate(step.spans)]
-        uncertain = self._entropies(step, at)
-        frames = [
-            verified(
-                step.ids[i], str(step.requests[i].params.rule), accepted[i], [column[start:stop] for column in columns],
-                ends[start:stop], {at[i]: uncertain[i]},
-            )
-            for i, (start, stop) in enumerate(step.spans)
-            if start < stop
-        ]  # fmt: skip
+        at = [(start, at_end(ends[start:stop], accepted[i])) for i, (start, stop) in enumerate(step.spans)]
+        told = [start + row for start, row in at if row >= 0]
+        uncertain = torch.full_like(described.p, -1.0)  # known where it is told, a row of each request
+        if told:
+            uncertain[told] = entropy(step.logits[told])
+        columns = torch.stack(
+            [
+                column.float()
+                for column in (
+                    step.drafts, described.p, described.q, described.rank, described.strict, coins, step.flags, described.end,
+                    uncertain,
+                )
+            ]
+        )  # fmt: skip
         self._steps += 1
-        self._tap.publish(time.time(), self._steps, frames)
-
-    @staticmethod
-    def _entropies(step: _Step, at: list[int]) -> list[float]:
-        """Of each request, at its row ``at``; -1 where that is -1."""
-        rows = [start + row for (start, _), row in zip(step.spans, at, strict=True) if row >= 0]
-        values = iter(entropy(step.logits[rows]).tolist() if rows else ())
-        return [next(values) if row >= 0 else -1.0 for row in at]
+        asked = [request.asked for request in step.requests]
+        self._tap.publish(time.time(), self._steps, Rounds(step.ids, asked, step.counts, accepted, columns.cpu().numpy()))
 
 
 def _without_broken_rows(q: torch.Tensor) -> None:

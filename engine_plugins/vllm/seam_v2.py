@@ -22,10 +22,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from agentguard.events import PackedStep
 from engine_plugins.kernels import Choice, batch, table, twin
 from engine_plugins.vllm import coins
 from engine_plugins.vllm.lessons import Lessons, without_broken_rows
-from engine_plugins.vllm.observe import verified
+from engine_plugins.vllm.observe import Rounds
 from engine_plugins.vllm.outbox import Outbox
 from engine_plugins.vllm.request_slots import RequestSlots
 
@@ -41,23 +42,22 @@ class SeamV2:
     """
 
     def __init__(
-        self, stock: Callable[..., tuple[Tensor, Tensor]], slots: RequestSlots, *, tap: Tap | None, choice: Choice, tuned: bool,
+        self, stock: Callable[..., tuple[Tensor, Tensor]], slots: RequestSlots, *, tap: Tap | None, choice: Choice,
         reported: bool, lessons: Lessons | None = None,
     ) -> None:  # fmt: skip
         self._stock, self._slots, self._tap, self._reported, self._lessons = stock, slots, tap, reported, lessons
         self._signature = inspect.signature(stock)
         self._kernels: ModuleType | None = None
-        self._options: dict[str, Any] = {}
         if choice.kernels:
             from engine_plugins.kernels import launch
 
-            self._kernels, self._options = launch, {"tuned": tuned}
+            self._kernels = launch
         self.outbox = Outbox()
-        self.tuned = tuned
         self._input_batch: Any = None
         self._first = 0  # of the step's requests, the first one that has not come yet
         self._listened = False
         self._steps = 0
+        self._kept: dict[str, Tensor] = {}
 
     def warm_up(self, vocab: int, draft: Tensor | None, steps: int, dtypes: Iterable[torch.dtype]) -> None:
         """Compile the kernels before a request waits for them. draft: the speculator's logits, None where it keeps none; steps: K;
@@ -65,7 +65,7 @@ class SeamV2:
         slots = self._slots
         if self._kernels is not None:
             end = slots.markers.end[0] if slots.markers is not None else -1
-            self._kernels.warm_up(vocab, draft, steps, slots.device, dtypes, tuned=self.tuned, end=end)
+            self._kernels.warm_up(vocab, draft, steps, slots.device, dtypes, end=end, learns=self._lessons is not None)
         if self._tap is not None:
             at = torch.zeros(steps + 1, dtype=torch.int64, device=slots.device)
             coins.note(torch.zeros(len(at), batch.STATS, device=at.device), at, at, at, torch.ones(1, device=at.device))
@@ -75,6 +75,7 @@ class SeamV2:
     def begin(self, input_batch: Any) -> None:
         """The runner is about to verify this batch."""
         self._input_batch, self._first = input_batch, 0
+        self._kept.clear()
         self._listened = self._tap is not None and self._tap.wanted
         if self._lessons is not None:
             self._lessons.begin(input_batch)
@@ -100,83 +101,91 @@ class SeamV2:
         target: Tensor = given["target_logits"]
         if lessons is not None:
             lessons.take(given, target, first, self._first)
-            if draft is not None:
-                given["draft_sampled"] = without_broken_rows(given)
+            if draft is not None and lessons.may_be_broken:
+                given["draft_sampled"] = without_broken_rows(given, self._kernels or twin)
         if len(acting):
             target = target.to(torch.float32, copy=self._reported)
-        described = self._rewrite(given, target, acting) if len(acting) or self._listened else None
+        stats = self._rewrite(given, target, acting) if len(acting) or self._listened else None
         given["target_logits"] = target
         out = self._stock(**given)
         if lessons is not None:
             lessons.verified(*out, first, self._first)
-        if described is not None and self._listened:
-            rows, stats = described
-            self._publish(rows, stats, ends, out[1], self._input_batch.req_ids[first : self._first], slots)
+        if stats is not None and self._listened:
+            self._publish(stats, ends, out[1], self._input_batch.req_ids[first : self._first], slots)
         return out
 
-    def _rewrite(self, given: dict[str, Any], target: Tensor, acting: np.ndarray[Any, Any]) -> tuple[batch.Batch, Tensor]:
-        """Write the pairs of the rows that may relax; returns the rows and their statistics, which are those of the true rows."""
+    def _rewrite(self, given: dict[str, Any], target: Tensor, acting: np.ndarray[Any, Any]) -> Tensor:
+        """Write the pairs of the rows that may relax; returns the statistics of the rows, which are those of the true ones."""
         slots, known, backend = self._slots, given["idx_mapping"], self._kernels or twin
+        stats: Tensor
         drafted, ends = given["draft_sampled"], given["cu_num_logits"]
         inside = torch.full((len(drafted),), -1, dtype=torch.int32, device=target.device)
         if slots.phased[acting].any():
             slots.advance(known)
             inside = slots.ahead(known, ends, drafted)
         rows = backend.layout(
-            ends, known, given["expanded_idx_mapping"], given["expanded_local_pos"], drafted, given["temperature"], slots.table,
-            inside, target, given["draft_logits"], listened=self._listened,
+            ends, known, given["expanded_idx_mapping"], given["expanded_local_pos"], drafted, self._at_hand(given, "temperature"),
+            slots.table, inside, target, given["draft_logits"], listened=self._listened,
         )  # fmt: skip
         end = slots.markers.end[0] if slots.markers is not None else -1
-        stats, verdict = backend.statistics(rows, slots.table, end=end, **self._options)
+        stats, verdict = backend.statistics(rows, slots.table, end=end)
         if len(acting):
             asked = [rule for rule in (slots.rules[slot] for slot in acting) if rule is not None]
             if self._kernels is not None:
                 codes = {table.CODES.get(rule.spec.name, table.OTHER) for rule in asked}
                 sums = table.passes(codes, filtered=any(rule.spec.filtered for rule in asked))
-                self._kernels.rewrite(rows, slots.table, stats, verdict, sums=sums, **self._options)
+                self._kernels.rewrite(rows, slots.table, stats, verdict, sums=sums)
                 without = frozenset(rule.spec.name for rule in asked if rule.spec.name not in table.CODES)
                 if without:
                     twin.rewrite(rows, verdict, slots.rules, only=without)
             else:
                 twin.rewrite(rows, verdict, slots.rules)
         if self._listened:
-            coins.note(stats, rows.slot, given["pos"], given["seed"], rows.temperature)
-        return rows, stats
+            coins.note(stats, rows.slot, given["pos"], self._at_hand(given, "seed"), rows.temperature)
+        return stats
 
-    def _publish(
-        self, rows: batch.Batch, stats: Tensor, ends: Tensor, sampled: Tensor, requests: list[str], slots: np.ndarray[Any, Any]
-    ) -> None:
+    def _at_hand(self, given: dict[str, Any], name: str) -> Tensor:
+        """An array of the runner's that lies in the host's memory, copied to the device once a step: every block of every row reads
+        it."""
+        if name not in self._kept:
+            self._kept[name] = given[name].clone()
+        return self._kept[name]
+
+    def _publish(self, stats: Tensor, ends: Tensor, number: Tensor, requests: list[str], slots: np.ndarray[Any, Any]) -> None:
+        """number: [requests], how many tokens each emits."""
         tap, now = self._tap, time.time()
         assert tap is not None
         self._steps += 1
-        step, asked = self._steps, [str(a.params.rule) if (a := self._slots.admitted[slot]) else "strict" for slot in slots]
+        step, admitted = self._steps, self._slots.admitted
+        asked = [known.asked if (known := admitted[slot]) else "strict" for slot in slots.tolist()]
 
         def deliver(copies: list[Tensor]) -> None:
-            columns, at_end = ([_listed(copies[0], column) for column in some] for some in (_COLUMNS, (batch.END, batch.ENTROPY)))
-            bounds, accepted = copies[1].tolist(), [number - 1 for number in copies[2].tolist()]
-            frames = []
-            for i, request in enumerate(requests):
-                mine = slice(bounds[i], bounds[i + 1] - 1)
-                if mine.start < mine.stop:
-                    end, entropy = (column[mine] for column in at_end)
-                    frames.append(verified(request, asked[i], accepted[i], [column[mine] for column in columns], end, entropy))
-            tap.publish(now, step, frames)
+            """On the outbox's thread, and so for the worker's next step a matter of the GIL: numpy, and nothing a row in Python."""
+            table, bounds, emitted = (copy.numpy() for copy in copies)
+            drafts = np.ones(len(table), dtype=bool)
+            drafts[bounds[1:] - 1] = False  # the bonus rows
+            drafts[bounds[-1] :] = False
+            columns = table[np.flatnonzero(drafts)[:, None], _COLUMNS].T
+            tap.publish(now, step, Rounds(requests, asked, (np.diff(bounds) - 1).tolist(), (emitted - 1).tolist(), columns))
 
-        self.outbox.send([stats, ends, sampled], deliver)
+        self.outbox.send([stats, ends, number], deliver)
 
 
-# in the order `observe.rows_of` takes them
-_COLUMNS = (batch.TOKEN, batch.PX, batch.QX, batch.RANK, batch.STRICT, batch.COIN, batch.FLAGS)
-_WHOLE = frozenset({batch.TOKEN, batch.RANK, batch.FLAGS})
-
-
-def _listed(stats: Tensor, column: int) -> list[Any]:
-    values: list[Any] = (stats[:, column].int() if column in _WHOLE else stats[:, column]).tolist()
-    return values
+# where the statistics have the columns of a frame
+_COLUMNS = [
+    {
+        "token": batch.TOKEN, "p": batch.PX, "q": batch.QX, "rank": batch.RANK, "strict": batch.STRICT, "coin": batch.COIN,
+        "flags": batch.FLAGS, "end": batch.END, "entropy": batch.ENTROPY,
+    }[name]
+    for name in PackedStep.COLUMNS
+]  # fmt: skip
 
 
 class SamplerProxy:
-    """In place of the runner's rejection sampler: tells the seam which batch is verified, and is otherwise the sampler."""
+    """In place of the runner's rejection sampler: tells the seam which batch is verified, and is otherwise the sampler: what is
+    set on it is set there, as vLLM's warm-up does with `enable_adaptive_verification`."""
+
+    _OWN = frozenset({"stock", "_seam", "_signature"})
 
     def __init__(self, stock: Any, seam: SeamV2) -> None:
         self.stock, self._seam = stock, seam
@@ -192,9 +201,18 @@ class SamplerProxy:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stock, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self._OWN:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.stock, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self.stock, name)
+
 
 def install(
-    runner: Any, module: Any, slots: RequestSlots, *, tap: Tap | None, choice: Choice, tuned: bool, processed_modes: Any,
+    runner: Any, module: Any, slots: RequestSlots, *, tap: Tap | None, choice: Choice, processed_modes: Any,
     lessons: Lessons | None = None,
 ) -> SeamV2:  # fmt: skip
     """Wrap `module.rejection_sample` and the runner's rejection sampler. module:
@@ -204,7 +222,7 @@ def install(
         stock = stock._stock
     sampler = runner.sampler
     reported = sampler.return_sampling_mask or sampler.logprobs_mode in processed_modes
-    seam = SeamV2(stock, slots, tap=tap, choice=choice, tuned=tuned, reported=reported, lessons=lessons)
+    seam = SeamV2(stock, slots, tap=tap, choice=choice, reported=reported, lessons=lessons)
     module.rejection_sample = seam
     inner = runner.rejection_sampler
     runner.rejection_sampler = SamplerProxy(inner.stock if isinstance(inner, SamplerProxy) else inner, seam)

@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING
 
 import zmq
 
-from agentguard.events import VerificationStep, encode_msgpack
+from agentguard.events import encode_msgpack
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from agentguard.events import DraftUpdated, TtsChanged, Verified
+    from agentguard.events import DraftUpdated, TtsChanged
+    from engine_plugins.vllm.observe import Rounds
 
 HIGH_WATER = 256
 
@@ -45,8 +44,8 @@ class Tap:
                 self._subscribers += 1 if self._socket.recv(zmq.NOBLOCK)[:1] == b"\x01" else -1
         return self._subscribers > 0
 
-    def publish(self, t: float, step: int, requests: Sequence[Verified]) -> None:
-        frame = VerificationStep(t=t, engine=self.engine, step=step, requests=list(requests))
+    def publish(self, t: float, step: int, rounds: Rounds) -> None:
+        frame = rounds.packed(t, self.engine, step)
         # a PUB-type socket never blocks: at a subscriber's high-water mark the frame is dropped for it
         with self._lock:
             self._socket.send(encode_msgpack(frame), zmq.NOBLOCK)

@@ -287,7 +287,6 @@ def _install_v2(worker: Any, settings: dict[str, Any], default: RuleSpec) -> Bud
     if runner.sampler is None:  # an earlier pipeline stage
         return None
     choice = kernels.choose(worker.device.type)
-    tuned = ranks.alone(config.parallel_config)
     ranks.agree(ranks.facts(kernels=choice.reason, rule=str(default)), _group(config))
     worker.ag_slots = slots = RequestSlots(runner.req_states, default=default, markers=_markers(config))
     processor = _processor(runner)
@@ -304,7 +303,7 @@ def _install_v2(worker: Any, settings: dict[str, Any], default: RuleSpec) -> Bud
         worker.ag_tts = _serving(worker, settings, engine, tap)
         lessons = Lessons(worker.ag_tts, slots, runner.req_states)
     worker.ag_seam = seam_v2.install(
-        runner, verification, slots, tap=tap, choice=choice, tuned=tuned, processed_modes=PROCESSED_LOGPROBS_MODES, lessons=lessons
+        runner, verification, slots, tap=tap, choice=choice, processed_modes=PROCESSED_LOGPROBS_MODES, lessons=lessons
     )
     model = config.model_config
     worker.ag_seam.warm_up(

@@ -15,10 +15,10 @@ import psutil
 import pytest
 
 from agentguard.study import suites
+from agentguard.study.comparison import summarise_records
 from agentguard.study.grid import Grid, cells_of, run_grid
 from agentguard.study.records import Header, Recording, load
 from agentguard.study.runner import parse_arms
-from agentguard.study.summary import summarise_records
 from tests.conftest import RunningStack
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import mmap
 from pathlib import Path
 
 import msgspec
@@ -73,10 +74,11 @@ def test_a_hang_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_memory_that_grows_is_found() -> None:
-    kept: list[bytes] = []
+    kept: list[mmap.mmap] = []
 
     def leak(_: object, __: object) -> str:
-        kept.append(b"x" * 40_000)
+        kept.append(mmap.mmap(-1, 40_000))  # new pages: what tests before it have freed would be used again, and nothing would grow
+        kept[-1].write(b"x" * 40_000)
         return "accepted"
 
     row = run(Target("leak", (), lambda rng: rng.random(), leak, ("", "", ""), refuses=False), 2000).as_row()

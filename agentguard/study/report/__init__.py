@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from agentguard.errors import ConfigError
+from agentguard.study.comparison import summarise_records
 from agentguard.study.records import load
 from agentguard.study.report import raw
 from agentguard.study.report.plots import pictures
 from agentguard.study.report.tables import sheets
 from agentguard.study.report.words import verdict
-from agentguard.study.summary import Summary, summarise_records
+from agentguard.study.summary import Summary
 
 RECORDING = "sessions.jsonl"
 NEEDS = ("matplotlib", "pyarrow")

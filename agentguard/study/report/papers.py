@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from agentguard.study.summary import FEW
+from agentguard.study.verdict import FEW
 
 Row = Mapping[str, Any]
 Agrees = Literal["yes", "no", "partly", "cannot be told"]

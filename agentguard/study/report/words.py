@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from agentguard.study.report.papers import Row, compare, estimate, longer, rules
-from agentguard.study.summary import FEW
+from agentguard.study.verdict import FEW
 
 
 def verdict(document: dict[str, Any]) -> list[str]:

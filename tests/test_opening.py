@@ -1,0 +1,149 @@
+"""Whether a prompt opens a think block: the template's marker does, and a client's own beginning; a quoted one does not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from agentguard.engines.facts import MOST_TAILS, Facts
+from agentguard.trace.markers import FAMILIES, generic
+from agentguard.trace.opening import behind, ends_inside, opens, switches, tail
+from agentguard.trace.tally import MarkerIds
+from tests.scripted import END, START, STOP, USAGE, A, B, Script, chunk, ids_of, text_chunk
+from tests.test_guard import ASK, rig, text
+
+NEWLINE = ids_of("\n")
+HEADER = [21, 22, 23]
+"""What ends the client's turn and begins the assistant's."""
+DIRECT = [chunk([], role="assistant"), *[chunk([B], content="w") for _ in range(80)], chunk([STOP], finish="stop"), USAGE]
+SECOND = [text_chunk([B, STOP], " a second answer", "stop"), USAGE]
+TOOLS = [{"type": "function", "function": {"name": "run", "parameters": {}}}]
+IDS = MarkerIds((START,), (END,), (END,), blanks=((110,), (110, 110)))
+
+
+def template(generation: list[int]) -> Any:
+    """A template: what was said, a header behind each message, and the generation prompt."""
+
+    def renders(body: dict[str, Any]) -> list[int]:
+        said = [token for m in body["messages"] for token in [*ids_of(m.get("content") or ""), *HEADER]]
+        if body.get("continue_final_message"):
+            return said[: -len(HEADER)]
+        return said + (generation if body["add_generation_prompt"] else [])
+
+    return renders
+
+
+QUOTES = ["what is <think> for?", "<think>", "a <think>\n", "it says </think> and <think>", "<think></think><think>"]
+
+
+@pytest.mark.parametrize("said", QUOTES)
+@pytest.mark.parametrize("tools", [[], TOOLS])
+async def test_a_marker_the_client_quotes_opens_nothing(said: str, tools: list[Any]) -> None:
+    script = Script(chat=DIRECT, again=DIRECT, complete=SECOND, renders=template([]))
+    async with rig(script) as r:
+        chunks = await r.step({**ASK, "messages": [{"role": "user", "content": said}], "tools": tools})
+        assert text(chunks) == "w" * 80
+        assert (r.finished().think_tokens, r.finished().answer_tokens) == (0, 80)
+        assert (r.finished().closed, r.finished().continued, r.finished().notes, len(script.seen)) == ("", False, [], 1)
+
+
+@pytest.mark.parametrize("said", [*QUOTES, "hi"])
+@pytest.mark.parametrize("written", ["<think>", "<think>\n", "<think>\n\n", "<think>\nOkay, "])
+async def test_a_marker_the_template_writes_opens_a_block_whatever_the_client_quotes(said: str, written: str) -> None:
+    chat = [*[chunk([A], reasoning="a") for _ in range(5)], chunk([END, B], content="b"), chunk([STOP], finish="stop"), USAGE]
+    script = Script(chat=chat, renders=template(ids_of(written)))
+    async with rig(script) as r:
+        for _ in range(2):
+            await r.step({**ASK, "messages": [{"role": "user", "content": said}], "thinking_token_budget": 20})
+            assert (r.finished().think_tokens, r.finished().answer_tokens) == (5, 1)
+            # the engine counts from the marker on
+            assert script.seen[-1][1]["thinking_token_budget"] == 20 + len(written) - len("<think>")
+
+
+async def test_a_template_is_asked_once_for_each_of_its_switches() -> None:
+    asked: list[Any] = []
+
+    def renders(body: dict[str, Any]) -> list[int]:
+        asked.append(body)
+        thinks = (body.get("chat_template_kwargs") or {}).get("enable_thinking", True)
+        return template(ids_of("<think>\nOkay, ") if thinks else [])(body)  # type: ignore[no-any-return]
+
+    quoting = {**ASK, "messages": [{"role": "user", "content": "<think> is what?"}]}
+    script = Script(chat=DIRECT, complete=SECOND, renders=renders)
+    async with rig(script) as r:
+        for _ in range(3):
+            await r.step({**quoting, "chat_template_kwargs": {"enable_thinking": False}})
+            assert (r.finished().think_tokens, r.finished().answer_tokens) == (0, 80)
+        assert len(asked) == 3 + 2
+        await r.step(ASK)  # no quotation, but words behind the template's marker
+        assert len(asked) == 5 + 1 + 2
+        await r.step(ASK)
+        assert len(asked) == 8 + 1
+
+
+@pytest.mark.parametrize(
+    ("content", "inside"),
+    [("<think>\nSo far I", True), ("<think>", True), ("So <think>a</think> far", False), ("The answer is", False)],
+)
+async def test_a_client_s_own_beginning_of_a_trace_is_gone_on_with(content: str, inside: bool) -> None:
+    messages = [{"role": "user", "content": "what is <think> for?"}, {"role": "assistant", "content": content}]
+    goes_on = [chunk([A], content="x"), *([chunk([END], content="</think>")] if inside else []), chunk([B], content="b")]
+    script = Script(chat=[*goes_on, chunk([STOP], finish="stop"), USAGE], renders=template([START]))
+    async with rig(script) as r:
+        await r.step({**ASK, "messages": messages, "continue_final_message": True, "add_generation_prompt": False})
+        assert (r.finished().think_tokens, r.finished().continued) == (int(inside), False)
+
+
+async def test_the_prompt_that_was_served_is_judged_alike() -> None:
+    role = chunk([], role="assistant") | {"prompt_token_ids": [START, 7, *HEADER]}
+    async with rig(Script(chat=[role, *DIRECT[1:]], complete=SECOND)) as r:
+        assert text(await r.step()) == "w" * 80
+        assert r.finished().think_tokens == 0
+
+
+async def test_a_note_that_repeats_a_quotation_is_no_block_that_was_opened_again() -> None:
+    served = chunk([], role="assistant") | {"prompt_token_ids": [START, 7, *HEADER]}
+    again = [served, chunk([B], content="b"), chunk([STOP], finish="stop"), USAGE]
+    script = Script(chat=[*[chunk([A], reasoning="a")] * 3, chunk([STOP], finish="stop"), USAGE], again=again, carrier="")
+    async with rig(script) as r:
+        assert text(await r.step({**ASK, "tools": TOOLS})) == "b"
+        assert (r.finished().think_tokens, r.finished().answer_tokens) == (3, 1)
+        assert "thinks_again" not in r.finished().notes
+
+
+def test_what_stands_behind_the_marker_decides() -> None:
+    assert behind([5, START, 7], IDS) == (7,)
+    assert behind([5, START, END], IDS) is None
+    assert behind([5, 6], IDS) is None
+    assert [opens(rest, IDS, [None, (7, 8)]) for rest in ((), (110,), (110, 110), (7, 8), (7,), (8,))] == [True] * 4 + [False] * 2
+    assert tail([9, START, 7, 8], [9], IDS) == (7, 8)
+    assert tail([START, 9, 8], [START, 9], IDS) is None  # the template's own words, not its generation prompt
+    assert tail(None, [9], IDS) is None
+
+
+def test_few_switches_are_remembered() -> None:
+    facts = Facts()
+    for i in range(5 * MOST_TAILS):
+        facts.learn_tail(switches({"chat_template_kwargs": {"x": i}}), None)
+    assert len(facts.tails) <= MOST_TAILS
+
+
+@pytest.mark.parametrize(
+    ("last", "inside"),
+    [
+        ({"role": "assistant", "content": [{"type": "text", "text": "<think>a"}]}, True),
+        ({"role": "assistant", "content": "", "reasoning": "a"}, True),
+        ({"role": "assistant", "content": "a", "reasoning": "a"}, False),
+        ({"role": "assistant", "content": None}, False),
+        ({"role": "user", "content": "<think>"}, False),
+    ],
+)
+def test_a_beginning_is_the_assistant_s_last_message(last: dict[str, Any], inside: bool) -> None:
+    assert ends_inside({"messages": [last], "continue_final_message": True}, generic()) is inside
+    assert not ends_inside({"messages": [last]}, generic())
+
+
+def test_a_beginning_is_known_by_any_marker_of_its_family() -> None:
+    body = {"messages": [{"role": "assistant", "content": "Here's my thought process: a"}], "continue_final_message": True}
+    assert ends_inside(body, FAMILIES["granite-3.2"])
