@@ -355,14 +355,14 @@ class Guard:
             self.ledger.started(request_id, assigned)
             started = time.perf_counter()
             controller = Controller(
-                cap, traces=session.traces, deadline_s=self.policy.cutoff.deadline_s,
+                cap, traces=session.lengths.traces, deadline_s=self.policy.cutoff.deadline_s,
                 loops=LoopDetector() if self.policy.cutoff.loops else None, ready=self.policy.cutoff.ready,
             )  # fmt: skip
             xargs = {"ag_phase": self.policy.phase} | dict(request.vllm_xargs or {}) | {"ag_rule": assigned.rule}
             upstream = self._upstream(engine, request, cap, xargs, exact=exact, limited=self.policy.limits.tokens is not None)
             step = Step(
                 engine, request, upstream, controller, request_id=request_id, session=identity.session, prompt=prompt,
-                prompt_tokens=length, family=self.family, ids=self._ids, usual_answer=session.usual_answer,
+                prompt_tokens=length, family=self.family, ids=self._ids, usual_answer=session.lengths.usual_answer,
                 on_close=partial(self._closed, reply, str(identity), number, request_id),
             )  # fmt: skip
             read = step.reading
@@ -480,7 +480,9 @@ class Guard:
                 session = self.sessions.get(identity)
             session.born = meters.born
         if isinstance(answer, Grant):
-            for _, text in answer.records:
+            for number, text in answer.records:
+                if number <= session.seq:
+                    continue  # a step beside this one has brought it
                 try:
                     session.take(_RECORDS.decode(text))
                 except msgspec.DecodeError as error:
@@ -499,7 +501,7 @@ class Guard:
         else:
             record = msgspec.json.encode(session.record(event, fingerprint, side=side)).decode()
             settlement = Settlement(account, event.tokens, event.think_tokens, int(bool(event.closed)), record)
-            done = self.books.post(_key(session.identity), settlement, session.recorded)
+            done = self.books.post(_key(session.identity), settlement, partial(session.recorded, event.request))
         if not done.is_set() and not self.books.away:
             try:
                 async with asyncio.timeout(SETTLED_S):
@@ -554,7 +556,8 @@ class Guard:
     def _cap(self, granted: int, budget: int | None, session: Session, prompt: int, workload: str, *, exact: bool) -> Cap:
         return think_cap(
             self.policy.cutoff, window=self.info.max_model_len, prompt=self._believed(prompt, exact=exact), limit=granted,
-            answers=session.answers, growth=max(growth_pressure(session.traces), self.ledger.pressure(workload)), asked=budget,
+            answers=session.lengths.answers, asked=budget,
+            growth=max(growth_pressure(session.lengths.traces), self.ledger.pressure(workload)),
         )  # fmt: skip
 
     def _believed(self, prompt: int, *, exact: bool) -> int:

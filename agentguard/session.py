@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections import OrderedDict, deque
+from array import array
+from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -12,13 +13,18 @@ import msgspec
 from agentguard.economics.cells import SessionSums
 from agentguard.events import Meter, Note, SessionState, StepFinished
 from agentguard.identity import Identity
+from agentguard.lengths import KEPT, Lengths, bounded
 from agentguard.policy import SessionLimits
-from agentguard.trace.cutoff import CloseReason, percentile
+from agentguard.trace.cutoff import CloseReason
 
 AGENTS = 64
 """Agents of a session whose windows are kept apart; the least recently used one is forgotten."""
-KEPT = 128
-"""Steps of a session that are remembered; its sums go on for its whole life."""
+PROMPTS = 64
+"""Prompt lengths kept of each agent."""
+LATEST = 12
+"""Steps kept whole, for those who begin to watch."""
+DIGESTS = 16
+"""Requests remembered because they were cut, or did not fit."""
 _CUT_BY_US = (CloseReason.BUDGET, CloseReason.RESERVE, CloseReason.LOOP)
 
 
@@ -53,8 +59,9 @@ class Session:
 
     identity: Identity
     steps_started: int = 0
-    finished: list[StepFinished] = field(default_factory=list)
-    kept: int = KEPT
+    latest: list[StepFinished] = field(default_factory=list)
+    """The last `LATEST` steps, for those who begin to watch."""
+    lengths: Lengths = field(default_factory=Lengths)
     tokens: int = 0
     lost: int = 0
     """Tokens that steps of a worker that died may have used besides; limits count them."""
@@ -63,24 +70,24 @@ class Session:
     used_tools: bool = False
     sums: dict[tuple[str, str], SessionSums] = field(default_factory=dict)
     """This session's own sums by class and arm, for the economics."""
-    prompts: OrderedDict[str, deque[int]] = field(default_factory=OrderedDict)
+    prompts: OrderedDict[str, array[int]] = field(default_factory=OrderedDict)
     """Prompt lengths of the latest steps of each agent, "" for the main one: every agent has a window of its own."""
     cut: OrderedDict[str, int] = field(default_factory=OrderedDict)
-    """Fingerprints of requests that were cut or got no answer, with how often; the latest 16."""
+    """Fingerprints of requests that were cut or got no answer, with how often; the latest `DIGESTS`."""
     idle: int = 0
     """Steps in a row that brought nothing."""
     raised: dict[str, int] = field(default_factory=dict)
     """Limits an operator has raised: meter and new limit."""
     warned: set[tuple[str, bool]] = field(default_factory=set)
     overflowed: OrderedDict[str, None] = field(default_factory=OrderedDict)
-    """Digests of requests that did not fit into the window; the latest 16. No store keeps them: to ask once more costs little, and
-    a memory that outlives its window would refuse what fits into the next."""
+    """Digests of requests that did not fit into the window, the latest `DIGESTS`. No store keeps them: to ask once more costs
+    little, and a memory that outlives its window would refuse what fits into the next."""
     born: str = ""
     """Which account of the store this is; a session that was forgotten begins another."""
     seq: int = 0
     """The last of the store's records that is in here."""
     own: OrderedDict[str, None] = field(default_factory=OrderedDict)
-    """Requests of this worker that are in here already."""
+    """Requests of this worker that are in here already, and whose record the store may still give back."""
 
     def take(self, record: Record) -> None:
         """Add what another worker, or this one before a restart, has recorded."""
@@ -89,6 +96,7 @@ class Session:
             self.idle = 0
             return
         if step.request in self.own:
+            del self.own[step.request]  # it is given back once
             return
         self.add(step, record.fingerprint, side=record.side, agent=step.agent)
         self.used_tools |= record.tools
@@ -99,27 +107,32 @@ class Session:
     def record(self, step: StepFinished, fingerprint: str, *, side: bool) -> Record:
         """The record of a step that was added."""
         self.own[step.request] = None
-        while len(self.own) > 2 * self.kept:
+        while len(self.own) > KEPT:  # a store keeps no more records
             self.own.popitem(last=False)
         known = self.sums.get((step.workload, step.arm))
         sums = None if known is None else (step.workload, step.arm, known.moves, known.steps, known.sums)
         return Record(step=step, fingerprint=fingerprint, side=side, tools=self.used_tools, sums=sums)
 
-    def recorded(self, seq: int) -> None:
-        """The store keeps this worker's latest record under this number; what lies between is other workers'."""
+    def recorded(self, request: str, seq: int) -> None:
+        """The store keeps this worker's record of the request under this number; what lies between is other workers'."""
         if seq == self.seq + 1:
             self.seq = seq
+        if 0 < seq <= self.seq:
+            self.own.pop(request, None)  # it is not given back
 
     def add(self, step: StepFinished, fingerprint: str = "", *, side: bool = False, agent: str = "") -> None:
         """``fingerprint``: of a request whose repetition would repeat the trace, "" for others; ``side``: a call beside the agent's
         own work, whose prompt says nothing about its context."""
-        self.finished.append(step)
-        del self.finished[: -self.kept]
+        self.latest.append(step)
+        del self.latest[:-LATEST]
+        self.lengths.add(step)
         self.tokens += step.tokens
         self.think_tokens += step.think_tokens
         self.closes += bool(step.closed)
         if not side:
-            self.prompts.setdefault(agent, deque(maxlen=64)).append(step.prompt_tokens)
+            prompts = self.prompts.setdefault(agent, array("i"))
+            prompts.append(bounded(step.prompt_tokens))
+            del prompts[:-PROMPTS]
             self.prompts.move_to_end(agent)
             while len(self.prompts) > AGENTS:
                 self.prompts.popitem(last=False)
@@ -131,7 +144,7 @@ class Session:
             self.warned = {key for key in self.warned if key[0] != "no_progress"}
         if fingerprint and (step.closed in _CUT_BY_US or Note.EMPTY_ANSWER in step.notes):
             self.cut[fingerprint] = self.cut.pop(fingerprint, 0) + 1
-            while len(self.cut) > 16:
+            while len(self.cut) > DIGESTS:
                 self.cut.popitem(last=False)
 
     def undo(self, *, refused: bool) -> None:
@@ -169,29 +182,14 @@ class Session:
 
     def remember_overflow(self, digest: str) -> None:
         self.overflowed[digest] = None
-        while len(self.overflowed) > 16:
+        while len(self.overflowed) > DIGESTS:
             self.overflowed.popitem(last=False)
 
     def expected_prompt(self, prompt: int, agent: str = "") -> int:
         """The agent's next prompt: this one and the largest growth a step of its has had."""
-        lengths = [*self.prompts.get(agent, ()), prompt]
+        lengths: list[int] = [*self.prompts.get(agent, ()), prompt]
         # a prompt twice the former one is another conversation under the same id, not growth
-        return prompt + max((b - a for a, b in itertools.pairwise(lengths) if b <= 2 * a), default=0)
-
-    @property
-    def answers(self) -> list[int]:
-        """Answer lengths of the steps that have one."""
-        return [s.answer_tokens for s in self.finished if not s.error and not s.empty_answer]
-
-    @property
-    def usual_answer(self) -> int:
-        """p90 of the answers behind traces that were not closed by force; 0 for none."""
-        return percentile([s.answer_tokens for s in self.finished if not s.error and not s.empty_answer and not s.closed], 0.9)
-
-    @property
-    def traces(self) -> list[int]:
-        """Think tokens a step, in order."""
-        return [s.think_tokens for s in self.finished if not s.error]
+        return prompt + max([0, *(b - a for a, b in itertools.pairwise(lengths) if b <= 2 * a)])
 
 
 class Sessions:

@@ -15,6 +15,7 @@ from agentguard import policy
 from agentguard.errors import ConfigError
 from agentguard.events import StepFinished
 from agentguard.identity import Identity, identify
+from agentguard.lengths import Lengths
 from agentguard.session import Session, Sessions
 from agentguard.trace.tally import MarkerIds, Tally
 from engine_plugins.vllm.compat import version_block_reason
@@ -96,11 +97,11 @@ def step(number: int, think: int, answer: int = 2, error: str = "") -> StepFinis
 
 
 def test_a_sessions_sums_outlive_the_steps_it_keeps() -> None:
-    session = Session(Identity("", "s"), kept=3)
+    session = Session(Identity("", "s"), lengths=Lengths(3))
     for number in range(10):
         session.add(step(number, think=number))
     session.add(step(10, think=99, error="lost"))
-    assert session.traces == [8, 9]
+    assert session.lengths.traces == [8, 9]
     assert (session.tokens, session.think_tokens) == (sum(range(10)) + 20 + 101, sum(range(10)) + 99)
 
 

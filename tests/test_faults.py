@@ -559,10 +559,10 @@ async def test_a_session_goes_on_in_another_worker_where_it_was(tmp_path: Path) 
             await r.step()
         assert [two.started().step, two.finished().step] == [5, 5]
         (first,), (second,) = one.guard.sessions, two.guard.sessions
-        assert (second.traces, second.answers) == ([3] * 5, [2] * 5)
+        assert (second.lengths.traces, second.lengths.answers) == ([3] * 5, [2] * 5)
         assert second.sums.keys() == {("scripted/chat/first", "strict"), ("scripted/chat/follow_up", "strict")}
         await one.step()
-        assert first.traces == [3] * 6
+        assert first.lengths.traces == [3] * 6
         for r in (one, two):
             with pytest.raises(SessionLimitError, match="steps is 6 of 6"):
                 await r.step()

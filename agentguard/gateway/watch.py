@@ -39,8 +39,6 @@ logger = logging.getLogger(__name__)
 WATCHERS = 16
 EVENTS = 4096
 SESSIONS = 500
-LATEST = 12
-"""Steps told of each session of the past."""
 SCRAPE_S = 1.0
 ECONOMICS_S = 1.0
 """The shortest time between two scrapes of the engine, and two reports; several watchers share them."""
@@ -123,7 +121,7 @@ class Watch:
         if guard.died is not None:
             yield guard.died
         for session in itertools.islice(reversed(list(guard.sessions)), SESSIONS):
-            if session.finished:
+            if session.latest:
                 yield _seen(session)
                 for alarm in session.alarms(guard.policy.limits):
                     yield SessionAlarm(
@@ -210,5 +208,5 @@ class _Scrape:
 def _seen(session: Session) -> SessionSeen:
     return SessionSeen(
         t=time.time(), session=str(session.identity), steps=session.steps_started, tokens=session.tokens,
-        think_tokens=session.think_tokens, closes=session.closes, latest=session.finished[-LATEST:],
+        think_tokens=session.think_tokens, closes=session.closes, latest=session.latest,
     )  # fmt: skip

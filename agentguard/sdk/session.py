@@ -102,12 +102,16 @@ class Session:
         )  # fmt: skip
         if not request.messages:
             raise ConfigError("messages", messages, "give at least one message")
-        stream = StepStream(
+        return StepStream(
             request, lambda stream: chain(self._handles, partial(self._step, stream)), buffer=self._buffer,
-            close=self._account.close, on_end=self._streams.discard,
+            close=self._account.close, on_begin=self._begin, on_end=self._streams.discard,
         )  # fmt: skip
-        self._streams.add(stream)
-        return stream
+
+    def _begin(self, stream: StepStream) -> bool:
+        """May it begin? Only a stream that runs is held: one that nobody reads is its caller's to forget."""
+        if self._open:
+            self._streams.add(stream)
+        return self._open
 
     async def complete(self, messages: str | Sequence[Mapping[str, Any]], **options: Any) -> StepSummary:
         """A step as a whole: the arguments of `stream`, the summary at its end. Raises what the step raises."""

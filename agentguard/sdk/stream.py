@@ -36,7 +36,8 @@ class StepStream:
 
     def __init__(
         self, request: StepRequest, run: Callable[[StepStream], CallNext], *, buffer: int,
-        close: Callable[[str, str], Coroutine[Any, Any, int]], on_end: Callable[[StepStream], None],
+        close: Callable[[str, str], Coroutine[Any, Any, int]], on_begin: Callable[[StepStream], bool],
+        on_end: Callable[[StepStream], None],
     ) -> None:  # fmt: skip
         self.summary: StepSummary | None = None
         self.economics: Economics | None = None
@@ -45,6 +46,7 @@ class StepStream:
         self._request = request
         self._run = run(self)
         self._close = close
+        self._on_begin = on_begin
         self._on_end = on_end
         self._queue: asyncio.Queue[StepEvent | _End] = asyncio.Queue(buffer)
         self._task: asyncio.Task[None] | None = None
@@ -58,7 +60,7 @@ class StepStream:
     async def __aiter__(self) -> AsyncGenerator[StepEvent, None]:
         """The events as they come. The generator closes the stream, however it is left."""
         if self._stopping or self._read_out:
-            raise StreamClosedError(f"the stream of session {self._request.session!r} is over; ask for another step")
+            raise self._over()
         try:
             self._begin()
             while True:
@@ -114,11 +116,17 @@ class StepStream:
         elif isinstance(event, Economics):
             self.economics = event
 
+    def _over(self) -> StreamClosedError:
+        return StreamClosedError(f"the stream of session {self._request.session!r} is over; ask for another step")
+
     # -- the reader's side --------------------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
         if self._task is not None or self._stopping:
             return
+        if not self._on_begin(self):  # its session has ended
+            self._stopping = True
+            raise self._over()
         self._task = asyncio.create_task(self._read(), name=f"agentguard step {self._request.session}")
         self._task.add_done_callback(self._ended)
         if self._request.timeout_s is not None:
@@ -142,9 +150,7 @@ class StepStream:
         if self._stopping:
             return
         self._stopping, self._why = True, why
-        if self._task is None:
-            self._on_end(self)
-        elif not self._task.done():
+        if self._task is not None and not self._task.done():
             self._task.cancel()
 
     def _ended(self, task: asyncio.Task[None]) -> None:

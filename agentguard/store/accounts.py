@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from agentguard.session import KEPT
+from agentguard.lengths import KEPT
 
 if TYPE_CHECKING:
     from collections.abc import Callable
