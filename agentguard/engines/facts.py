@@ -47,18 +47,22 @@ class Facts:
 
     @property
     def tokenize(self) -> bool:
+        """/tokenize is there, as far as is known; one that was missing is tried again after `MISSING_S`."""
         return self._there("tokenize")
 
     @tokenize.setter
     def tokenize(self, there: bool) -> None:
+        """What asking /tokenize has just shown."""
         self._learn("tokenize", there)
 
     @property
     def metrics(self) -> bool:
+        """/metrics is there, as far as is known; one that was missing is tried again after `MISSING_S`."""
         return self._there("metrics")
 
     @metrics.setter
     def metrics(self, there: bool) -> None:
+        """What asking /metrics has just shown."""
         self._learn("metrics", there)
 
     def _there(self, route: str) -> bool:
