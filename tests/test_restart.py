@@ -363,3 +363,21 @@ async def test_an_engine_that_is_there_and_says_nothing_gets_no_step_while_other
             assert r.pool.choose(name) is first
             assert (await r.ready()).status_code == 200
         assert not any(isinstance(e, EngineDied) for e in r.events)
+
+
+async def test_the_only_engine_is_looked_at_seldom_while_well_and_soon_once_away(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("agentguard.engines.pool.ALONE", 1_000_000)
+    engine = Asked()
+    engine.go.set()
+    engine.says = EngineInfo("m", 100)
+    pool = EnginePool([engine])  # type: ignore[list-item]
+    pool.serve(engine.says)
+    async with asyncio.timeout(10), pool.watched(0.05):
+        await asyncio.sleep(0.3)
+        assert engine.times == 1
+        pool.failed(engine, EngineDiedError("gone"))  # type: ignore[arg-type]
+        while pool.away:
+            await asyncio.sleep(0.01)
+        assert engine.times == 2

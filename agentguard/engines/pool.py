@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import logging
 import time
 from collections import Counter
@@ -202,11 +203,12 @@ class EnginePool:
                 logger.info("engine_well", extra={"engine": engine.name})
 
         async def keep(engine: Engine) -> None:
-            while True:
+            for turn in itertools.count():
                 started = time.monotonic()
-                await look(engine)
-                alone = len(self.engines) == 1 and engine.name not in self.away
-                await asyncio.sleep(max(0.05, every_s * (ALONE if alone else 1) - (time.monotonic() - started)))
+                # the only one may go in between, and is then looked at as often as any
+                if len(self.engines) > 1 or engine.name in self.away or engine.name in self.unwell or turn % ALONE == 0:
+                    await look(engine)
+                await asyncio.sleep(max(0.05, every_s - (time.monotonic() - started)))
 
         async with AsyncExitStack() as stack:
             for engine in self.engines:  # a loop each, so that one that hangs hides no other
