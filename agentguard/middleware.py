@@ -18,8 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import msgspec
-
+from agentguard.accounting import Accounting, key_of
 from agentguard.economics.cells import CANCELLED
 from agentguard.economics.classes import Classes, is_side_call, kind_of
 from agentguard.economics.ledger import Ledger, ledger_of
@@ -35,8 +34,6 @@ from agentguard.errors import (
     EngineError,
     EngineRequestError,
     OtherModelError,
-    SessionBusyError,
-    SessionLimitError,
     loggable,
     nearest,
 )
@@ -63,11 +60,9 @@ from agentguard.policy import Policy
 from agentguard.redact import without_content
 from agentguard.requests import ChatRequest
 from agentguard.rulespec import RuleSpec
-from agentguard.session import Record, Session, Sessions
+from agentguard.session import Session, Sessions
 from agentguard.step import Closed, Step
-from agentguard.store import StoreError
-from agentguard.store.accounts import Ask, Grant, Key, Refusal, Settlement, keys_of
-from agentguard.store.books import SETTLED_S, Books
+from agentguard.store.books import Books
 from agentguard.store.sessions import MemorySessions
 from agentguard.telemetry.hub import Hub
 from agentguard.trace.controller import Controller
@@ -79,7 +74,6 @@ from agentguard.trace.tally import MarkerIds
 
 logger = logging.getLogger(__name__)
 logging.getLogger("agentguard").addHandler(logging.NullHandler())  # in somebody else's program our lines are theirs to show
-_RECORDS = msgspec.json.Decoder(Record)
 REFUSED = (400, 404, 413, 422)
 """An engine's word that the request itself is wrong: to ask the same again brings nothing."""
 _DATA = re.compile(r"data:[\w/+.-]+;base64,[\w+/=]+")
@@ -124,6 +118,7 @@ class Guard:
         self.derived = ""
         """Where the family comes from, and what of it is only assumed."""
         self.sessions = Sessions(policy.max_sessions)
+        self.accounting = Accounting(self.books, self.sessions)
         self.running: dict[str, tuple[Identity, Step]] = {}
         """Steps that run now, by request id."""
         self.begun: dict[str, StepStarted] = {}
@@ -235,24 +230,8 @@ class Guard:
         return len(told)
 
     async def raise_limit(self, session: str, meter: str, limit: int) -> bool:
-        """Let a stopped session go on, in every worker: its new limit of "steps" or "tokens", or any value for "no_progress".
-
-        False: no such one. Raises StoreError.
-        """
-        if meter not in ("steps", "tokens", "no_progress"):
-            raise ConfigError("meter", meter, "one of steps, tokens, no_progress")
-        goes_on = msgspec.json.encode(Record()).decode() if meter == "no_progress" else ""
-        known = False
-        for key in keys_of(session):
-            known |= await self.books.store.raise_limit(key, meter, None if goes_on else limit, goes_on)
-        for one in self.sessions:
-            if str(one.identity) == session:
-                if goes_on:
-                    one.idle = 0
-                else:
-                    one.raised[meter] = limit
-                one.warned = {key for key in one.warned if key[0] != meter}
-        return known
+        """See `Accounting.raise_limit`."""
+        return await self.accounting.raise_limit(session, meter, limit)
 
     def state(self, identity: Identity) -> SessionState:
         """What a session has used and may use, as far as this worker knows; of one that has not begun, its limits."""
@@ -260,11 +239,7 @@ class Guard:
 
     async def account(self, identity: Identity) -> SessionState:
         """The same with what other workers have added, of the sessions that were used last. Raises StoreError."""
-        meters = dict(await self.books.store.sessions()).get(_key(identity))
-        if meters is not None:
-            session = self.sessions.get(identity)
-            session.steps_started, session.tokens, session.lost = meters.steps, meters.tokens, meters.lost
-            session.think_tokens, session.closes, session.raised = meters.think, meters.closes, dict(meters.raised)
+        await self.accounting.refresh(identity)
         return self.state(identity)
 
     async def stream(
@@ -335,7 +310,9 @@ class Guard:
             raise
         want = want if fit.most is None else min(want, fit.most)
         request_id = uuid.uuid4().hex
-        session, number, granted, account = await self._reserve(identity, request_id, want, reply)
+        reserved = await self.accounting.reserve(self.policy, identity, request_id, want)
+        session, number, account = reserved.session, reserved.number, reserved.account
+        reply.warnings = reserved.warnings
         event: StepFinished | None = None
         fingerprint = ""
         undone = refused = False
@@ -345,7 +322,7 @@ class Guard:
             workload = self._classes.name(self.info.model, route, kind)
             side = is_side_call(body, request.limit, session_used_tools=session.used_tools, first=number == 1, marked=side)
             assigned = self.ledger.assign(str(identity), workload, pinned=asked, side=side)
-            cap = self._cap(granted, budget, session, length, workload, exact=exact)
+            cap = self._cap(reserved.tokens, budget, session, length, workload, exact=exact)
             fingerprint = request.fingerprint()
             retries = session.cut.get(fingerprint, 0)
             if retries and not cap.off:
@@ -366,7 +343,7 @@ class Guard:
                 on_close=partial(self._closed, reply, str(identity), number, request_id),
             )  # fmt: skip
             read = step.reading
-            self.books.follow(account, _key(identity), lambda: read.tally.total)
+            self.books.follow(account, key_of(identity), lambda: read.tally.total)
             read.notes += [Note.BUDGET_MOVED] * moved + [Note.IDENTICAL_RETRY] * bool(retries)
             if moved:
                 told = {"session": str(identity), "request": request_id, "budget": budget}
@@ -433,81 +410,7 @@ class Guard:
                 except Exception as failure:  # counting must never break a client's stream
                     logger.error("economics_failed", extra={"request": request_id, "error": loggable(failure)})
         finally:
-            await self._settle(session, account, None if undone else event, fingerprint, side=side)
-
-    async def _reserve(self, identity: Identity, request_id: str, want: int, reply: Reply) -> tuple[Session, int, int, str]:
-        """The step's session as the store knows it, its number, the tokens it may generate, and its name in the account.
-
-        Raises SessionLimitError, SessionBusyError, and StoreError for a limited session while the store is away: nobody knows then
-        what others have used. Any other session is served, and its settlement kept for later.
-        """
-        limits, key = self.policy.limits, _key(identity)
-        known = self.sessions.get(identity)
-        stops = not identity.guessed
-        ask = Ask(
-            request_id, want, min(want, self.policy.cutoff.answer_floor), limits.steps if stops else None,
-            limits.tokens if stops else None, self.books.lease_s, known.seq, known.born,
-        )  # fmt: skip
-        try:
-            answer = await self.books.reserve(key, ask)
-        except StoreError as error:
-            if stops and (limits.steps is not None or limits.tokens is not None):
-                raise StoreError(f"the session's limits cannot be checked: {error}") from error
-            reply.warnings = self._check_limits(known)
-            known.steps_started += 1
-            # the reservation that failed is taken back under its name, so the step has another one
-            return known, known.steps_started, want, f"{request_id}.late"
-        session = self._synced(known, answer)
-        if isinstance(answer, Refusal):
-            if answer.meter == "busy":
-                raise SessionBusyError(str(identity), answer.value, answer.limit)
-            meter = "tokens" if answer.meter == "tokens" else "steps"
-            raise SessionLimitError(str(identity), meter, answer.value, answer.limit)
-        try:
-            reply.warnings = self._check_limits(session)
-        except SessionLimitError:
-            self.books.post(key, Settlement(request_id, undo=True))
-            raise
-        session.steps_started = max(session.steps_started, answer.number)
-        return session, answer.number, answer.tokens, request_id
-
-    def _synced(self, session: Session, answer: Grant | Refusal) -> Session:
-        """This worker's session, the one that was asked with, and what others have added."""
-        identity, meters = session.identity, answer.meters
-        if session.born != meters.born:
-            if session.born:  # it was forgotten, and begins anew
-                self.sessions.forget(identity)
-                session = self.sessions.get(identity)
-            session.born = meters.born
-        if isinstance(answer, Grant):
-            for number, text in answer.records:
-                if number <= session.seq:
-                    continue  # a step beside this one has brought it
-                try:
-                    session.take(_RECORDS.decode(text))
-                except msgspec.DecodeError as error:
-                    logger.warning("record_unreadable", extra={"session": str(identity), "error": str(error)})
-            session.seq = max(session.seq, meters.seq)
-        session.steps_started, session.tokens, session.lost = meters.steps, meters.tokens, meters.lost
-        session.think_tokens, session.closes, session.raised = meters.think, meters.closes, dict(meters.raised)
-        return session
-
-    async def _settle(self, session: Session, account: str, event: StepFinished | None, fingerprint: str, *, side: bool) -> None:
-        """Queue the step's settlement, and wait a moment for it: whoever asks next, here or elsewhere, finds it.
-
-        ``event``: None for an attempt that is no step."""
-        if event is None:
-            done = self.books.post(_key(session.identity), Settlement(account, undo=True))
-        else:
-            record = msgspec.json.encode(session.record(event, fingerprint, side=side)).decode()
-            settlement = Settlement(account, event.tokens, event.think_tokens, int(bool(event.closed)), record)
-            done = self.books.post(_key(session.identity), settlement, partial(session.recorded, event.request))
-        if not done.is_set() and not self.books.away:
-            try:
-                async with asyncio.timeout(SETTLED_S):
-                    await done.wait()
-            except TimeoutError:
-                logger.warning("settlement_late", extra={"session": str(session.identity), "account": account})
+            await self.accounting.settle(session, account, None if undone else event, fingerprint, side=side)
 
     def _upstream(
         self, engine: Engine, request: ChatRequest, cap: Cap, xargs: dict[str, Any], *, exact: bool, limited: bool
@@ -597,14 +500,6 @@ class Guard:
         self.hub.publish(event)
         reply.events.append(event)
 
-    def _check_limits(self, session: Session) -> list[str]:
-        """The meters near their limit, for the client to read. Raises SessionLimitError for one at it."""
-        alarms = session.alarms(self.policy.limits)
-        for alarm in alarms:
-            if alarm.stop:
-                raise SessionLimitError(str(session.identity), alarm.meter, alarm.value, alarm.limit)
-        return [f"{alarm.meter} {alarm.value} of {alarm.limit}" for alarm in alarms]
-
     def _alarm(self, reply: Reply, session: Session, number: int) -> None:
         for alarm in session.alarms(self.policy.limits):
             if (alarm.meter, alarm.stop) not in session.warned:
@@ -626,10 +521,6 @@ class Guard:
         if not isinstance(rule, str):
             raise ConfigError("vllm_xargs.ag_rule", rule, "write the rule as a string, for example 'cactus:delta=0.25'")
         return str(RuleSpec.parse(rule, what="vllm_xargs.ag_rule").for_request())
-
-
-def _key(identity: Identity) -> Key:
-    return Key(identity.caller, identity.session)
 
 
 def economics_of(ledger: Ledger, reply: Reply) -> EconomicsReport:
