@@ -15,6 +15,7 @@ from typing import Any
 from agentguard.engines.base import EngineInfo, Standing, Stream
 from agentguard.engines.chunks import Chunks
 from agentguard.engines.facts import ADDED, Facts
+from agentguard.engines.forgiving import forgiving
 from agentguard.errors import ConfigError, EngineDiedError, EngineError, EngineRequestError, nearest
 
 OPTIONS = ("extra_headers", "extra_query", "timeout")
@@ -64,12 +65,11 @@ class FunctionEngine:
     async def tokenize_text(self, text: str) -> list[int] | None:
         return None
 
-    async def chat(self, body: Mapping[str, Any], request_id: str, session: str) -> Stream:
+    def chat(self, body: Mapping[str, Any], request_id: str, session: str) -> Stream:
         request = {**body, "stream": True, "stream_options": {"include_usage": True}}
         headers = {"X-Request-Id": request_id, "X-Session-ID": session}
         # asked for here, in the caller's own context: what follows may be read in another task
-        async for chunk in self._forgiving(self._create, self._known, request, headers, CALL.get()):
-            yield chunk
+        return self._stream(self._create, self._known, request, headers, CALL.get())
 
     async def complete(self, prompt: Sequence[int], body: Mapping[str, Any], request_id: str) -> Stream:
         raise EngineRequestError(404, f"{self.name} continues no token ids")
@@ -87,27 +87,12 @@ class FunctionEngine:
     async def aclose(self) -> None:
         """Nothing: the client is its owner's."""
 
-    async def _forgiving(
+    def _stream(
         self, create: Callable[..., Awaitable[Any]], known: set[str] | None, request: dict[str, Any], headers: dict[str, str],
         kind: Kind | None = None,
     ) -> Stream:  # fmt: skip
-        """Chunks, their class told to ``kind``; a server that refuses fields of the guard's own is asked again without them, and
-        remembered."""
-        tried: list[str] = []
-        while True:
-            request = {k: v for k, v in request.items() if k not in self.facts.dropped and k not in tried}
-            try:
-                async for chunk in self._chunks(create, _arguments(request, known, headers), kind):
-                    if tried:
-                        self.facts.learn_refused(tried)
-                        tried = []
-                    yield chunk
-                return
-            except EngineRequestError as error:
-                refused = self.facts.refused(request, str(error)) if error.status == 400 else []
-                if not refused:
-                    raise
-                tried += refused
+        """Chunks, their class told to ``kind``."""
+        return forgiving(self.facts, self.name, lambda sent: self._chunks(create, _arguments(sent, known, headers), kind), request)
 
     async def _chunks(self, create: Callable[..., Awaitable[Any]], arguments: dict[str, Any], kind: Kind | None) -> Stream:
         with_errors = _named_errors(self.name)
@@ -179,11 +164,10 @@ class ClientEngine(FunctionEngine):
         tokens = (reply or {}).get("tokens")
         return tokens if isinstance(tokens, list) and tokens and all(isinstance(t, int) for t in tokens) else None
 
-    async def complete(self, prompt: Sequence[int], body: Mapping[str, Any], request_id: str) -> Stream:
+    def complete(self, prompt: Sequence[int], body: Mapping[str, Any], request_id: str) -> Stream:
         request = {**body, "prompt": list(prompt), "stream": True, "stream_options": {"include_usage": True}}
         headers = {"X-Request-Id": request_id}
-        async for chunk in self._forgiving(self._client.completions.create, self._known_text, request, headers):
-            yield chunk
+        return self._stream(self._client.completions.create, self._known_text, request, headers)
 
     async def set_think_tokens(self, request_id: str, tokens: int) -> Standing | None:
         if not self.facts.plugin:

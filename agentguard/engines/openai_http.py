@@ -6,7 +6,6 @@ import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import aclosing
 from typing import Any
 
 import httpx2
@@ -15,6 +14,7 @@ import msgspec
 from agentguard.engines.base import Chunk, EngineInfo, Standing, Stream
 from agentguard.engines.chunks import Chunks, sendable
 from agentguard.engines.facts import Facts
+from agentguard.engines.forgiving import forgiving
 from agentguard.engines.http import http_client
 from agentguard.errors import EngineDiedError, EngineError, EngineRequestError
 from agentguard.limits import MAX_EVENT, MAX_REPLY
@@ -140,26 +140,9 @@ class OpenAIEngine:
     def complete(self, prompt: Sequence[int], body: Mapping[str, Any], request_id: str) -> Stream:
         return self._stream("/v1/completions", {**body, "prompt": list(prompt)}, {"X-Request-Id": request_id})
 
-    async def _stream(self, path: str, body: Mapping[str, Any], headers: dict[str, str]) -> Stream:
+    def _stream(self, path: str, body: Mapping[str, Any], headers: dict[str, str]) -> Stream:
         request = {**body, "stream": True, "stream_options": {"include_usage": True}}
-        tried: list[str] = []
-        while True:
-            request = {k: v for k, v in request.items() if k not in self.facts.dropped and k not in tried}
-            try:
-                async with aclosing(self._events(path, request, headers)) as chunks:
-                    async for chunk in chunks:
-                        if tried:
-                            self.facts.learn_refused(tried)
-                            logger.warning("fields_refused", extra={"engine": self.name, "fields": tried})
-                            tried = []
-                        yield chunk
-                return
-            except EngineRequestError as error:
-                # a refusal comes before the first chunk; one retry for each field of ours it names
-                refused = self.facts.refused(request, str(error)) if error.status == 400 else []
-                if not refused:
-                    raise
-                tried += refused
+        return forgiving(self.facts, self.name, lambda sent: self._events(path, sent, headers), request)
 
     async def _events(self, path: str, request: Mapping[str, Any], headers: dict[str, str]) -> Stream:
         try:
