@@ -9,7 +9,7 @@ MAX_BODY = 16 << 20
 """A request's body, by its content-length before a byte is read and while it is read (gateway.app)."""
 AHEAD = 64 << 20
 """Bodies of requests that wait for their turn, all together. What is not read hides that its client has hung up, since a hang-up
-stands behind the body; that request has its place until `serving.queue_s` (gateway.admission)."""
+stands behind the body; that request has its place until `serving.queue_s` (gateway.ahead)."""
 MAX_DEPTH = 64
 """Objects and lists within each other in a body; at some 1,000 Python's parsers and printers give up (gateway.app)."""
 BODY_S = 60.0

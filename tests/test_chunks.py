@@ -112,6 +112,19 @@ async def test_tool_calls_are_told_apart(pieces: list[list[Any]]) -> None:
         assert [put_together[i] for i in range(2)] == expected
 
 
+def test_a_function_s_name_may_come_in_pieces() -> None:
+    chunks = Chunks()
+    pieces = [
+        {"index": 0, "id": "a", "function": {"name": "get_", "arguments": ""}}, {"index": 0, "function": {"name": "weather"}},
+        {"index": 0, "function": {"arguments": "{}"}},
+    ]  # fmt: skip
+    told = [
+        chunks.take({"choices": [{"delta": {"tool_calls": [piece]}}]})["choices"][0]["delta"]["tool_calls"][0] for piece in pieces
+    ]
+    assert [one["index"] for one in told] == [0, 0, 0]
+    assert "".join(one["function"].get("name", "") for one in told) == "get_weather"
+
+
 def test_calls_without_ids_are_told_apart_by_the_next_function_s_name() -> None:
     shape = Chunks()
     deltas = [shape.take({"choices": [{"delta": {"tool_calls": [piece]}}]}) for piece in (

@@ -95,6 +95,7 @@ def frames(endpoint: str) -> Iterator[Callable[[int], None]]:
     """A worker's sending end, on the reference draft's vocabulary."""
     socket = zmq.Context.instance().socket(zmq.PUSH)
     socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.SNDTIMEO, 30_000)  # a trainer that is live may still be connecting
     socket.bind(endpoint)
 
     def send(number: int) -> None:
@@ -104,7 +105,7 @@ def frames(endpoint: str) -> Iterator[Callable[[int], None]]:
         row = round_frame(
             start, 2, since=start - 3 if number else 0, drafted=[1, 2, 3, 4, 5, 6], pack=wire.Laws.pack(p, p.logp)
         )  # fmt: skip
-        socket.send(wire.encode(wire.Frame(1, 0, 10.0, 0, [row])), zmq.NOBLOCK)
+        socket.send(wire.encode(wire.Frame(1, 0, 10.0, 0, [row])))
 
     try:
         yield send

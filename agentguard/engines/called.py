@@ -112,9 +112,8 @@ class FunctionEngine:
 
 
 class ClientEngine(FunctionEngine):
-    """A client such as `openai.AsyncOpenAI`. Behind ``…/v1`` vLLM's own routes are used where the server has them: it
-    tokenizes, and
-    with our plugin closes exactly.
+    """A client such as `openai.AsyncOpenAI`. Behind ``…/v1`` vLLM's own routes are used where the server has them: it tokenizes,
+    and with our plugin closes exactly.
 
     ``window``: the context window in tokens, for a server that does not state it.
     """
@@ -196,9 +195,8 @@ def _named(create: Callable[..., Awaitable[Any]]) -> set[str] | None:
 
 
 def _arguments(request: Mapping[str, Any], known: set[str] | None, headers: Mapping[str, str]) -> dict[str, Any]:
-    """A request's fields as arguments. What a function does not know by name goes into extra_body, as both libraries want it;
-    of one that
-    takes any argument, what came in extra_body and what the guard has set beside OpenAI's own fields."""
+    """A request's fields as arguments. What a function does not know by name goes into extra_body, as both libraries want it; of
+    one that takes any argument, what came in extra_body and what the guard has set beside OpenAI's own fields."""
     came = request.get("extra_body") or {}
     fields = {k: v for k, v in request.items() if k not in ("extra_body", *OPTIONS)}
     beside = {k for k in fields if (k in came or (k in BESIDE and k != "stream_options") if known is None else k not in known)}

@@ -40,6 +40,8 @@ class Chunks:
         self._names: list[str] = []
         self._begun: list[bool] = []
         """Whether a call's arguments have begun."""
+        self._argued: list[bool] = []
+        """Whether they hold anything."""
         self._at: dict[int, int] = {}
         """The call that each of the server's indices stands for now."""
         self._thinks_as = ""
@@ -151,7 +153,7 @@ class Chunks:
         index = index if type(index) is int and index >= 0 else None
         if not name_of_call and not function:
             return None
-        at = self._number(name_of_call, index, function.get("name", ""))
+        at = self._number(name_of_call, index, function.get("name", ""), named_alone="arguments" not in function)
         # some servers say a call's id and name with each of its pieces
         again = self._begun[at] or (bool(name_of_call) and self._calls[at] == name_of_call)
         if again and function.get("name") == self._names[at]:
@@ -162,16 +164,17 @@ class Chunks:
             self._at[index] = at
         if "arguments" in function:
             self._begun[at] = True
+            self._argued[at] = self._argued[at] or bool(function["arguments"])
             function["arguments"] = self._whole(f"tool_calls.{at}", function["arguments"])
         out = {k: v for k, v in call.items() if k not in ("id", "index", "type", "function")} | {"index": at, "function": function}
         out |= {"id": name_of_call} if name_of_call and name_of_call == self._calls[at] else {}
         return out | ({"type": call["type"]} if isinstance(call.get("type"), str) else {})
 
-    def _number(self, call: str, index: int | None, function: str) -> int:
+    def _number(self, call: str, index: int | None, function: str, *, named_alone: bool) -> int:
         """Which call a piece belongs to, a new one among them: by its id, else by its index, else the latest.
 
         A piece that names a function begins a call where its id is a new one, where it has neither id nor index, and where another
-        function's arguments have begun under its index.
+        function's arguments have begun under its index; a name alone before any of them is the rest of that function's.
         """
         if call and call in self._calls:
             return self._calls.index(call)
@@ -180,11 +183,13 @@ class Chunks:
         if known is not None:
             # with an id: one that comes behind the call's first piece, or another one with each piece
             same = not self._calls[known] or not function if call else True
-            if same and not (function and self._begun[known] and function != self._names[known]):
+            begun = self._argued[known] or (self._begun[known] and not named_alone)
+            if same and not (function and begun and function != self._names[known]):
                 return known
         self._calls.append(call)
         self._names.append("")
         self._begun.append(False)
+        self._argued.append(False)
         return len(self._calls) - 1
 
 

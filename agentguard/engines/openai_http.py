@@ -91,8 +91,8 @@ class OpenAIEngine:
         return await self._tokens({"prompt": text, "add_special_tokens": False})
 
     async def _tokens(self, request: Mapping[str, Any]) -> list[int] | None:
-        """None from a server without vLLM's tokenize route, which is then not asked again, and for what it cannot tokenize: another
-        server's route of that name may take other fields."""
+        """None from a server without vLLM's tokenize route, which is then left alone for a while (`facts.MISSING_S`), and for what
+        it cannot tokenize: another server's route of that name may take other fields."""
         if not self.facts.tokenize:
             return None
         try:
@@ -130,7 +130,7 @@ class OpenAIEngine:
             response = await self._whole("GET", "/metrics", timeout=METRICS_S)
         except httpx2.RequestError as error:
             raise self._failure(error) from error
-        # asked no more where the server does not have it; one that is busy or starting is asked again
+        # left alone for a while where the server does not have it; one that is busy or starting is asked again
         self.facts.metrics = response.status_code not in (401, 403, 404, 405, 501)
         return response.text if response.status_code == 200 else None
 

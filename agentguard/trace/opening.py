@@ -12,6 +12,7 @@ for a template that nobody has read.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -54,8 +55,9 @@ def another_chat(body: Mapping[str, Any], *, generation: bool) -> dict[str, Any]
 
 
 def switches(body: Mapping[str, Any]) -> str:
-    """Equal for requests whose template writes the same generation prompt, as far as the request decides it."""
-    return json.dumps({k: body.get(k) for k in _SHAPES}, sort_keys=True, default=str)
+    """Equal for requests whose template writes the same generation prompt, as far as the request decides it. A digest, as a client
+    may send a template of any size."""
+    return hashlib.sha256(json.dumps({k: body.get(k) for k in _SHAPES}, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def ends_inside(body: Mapping[str, Any], family: Family) -> bool:
