@@ -26,6 +26,7 @@ BESIDE = ("annotations",)
 """What belongs to an answer and is none."""
 _HALF = re.compile("[\ud800-\udfff]")
 _TEXTS = ("content", *REASONING, "refusal")
+_PLAIN = frozenset(("role", "content", *REASONING))
 _LOST = "\ufffd"
 
 
@@ -86,6 +87,11 @@ class Chunks:
 
     def _delta(self, delta: Mapping[str, Any], *, last: bool) -> dict[str, Any]:
         out = dict(delta)
+        if not self._held and out.keys() <= _PLAIN and all(map(_is_whole, out.values())):
+            # nearly every chunk, which then takes 1.7 us instead of 3.2 (CPU time of `take`, the least of 30 x 5,000)
+            if out.get("reasoning") or out.get("reasoning_content"):
+                self._thinks_as = self._thinks_as or REASONING[0]
+            return out
         if isinstance(out.get("content"), list):
             parts = [part.get("text") for part in out["content"] if isinstance(part, dict)]
             out["content"] = "".join(text for text in parts if isinstance(text, str))
@@ -250,6 +256,11 @@ def _function(function: Any) -> dict[str, Any]:
     if arguments is not None:
         out["arguments"] = arguments if isinstance(arguments, str) else json.dumps(sendable(arguments), ensure_ascii=False)
     return out
+
+
+def _is_whole(value: Any) -> bool:
+    """Nothing, or a text without half a pair."""
+    return value is None or (type(value) is str and (value.isascii() or _HALF.search(value) is None))
 
 
 def _are_ids(ids: Any) -> bool:
