@@ -189,6 +189,7 @@ class Guard:
                 session.overflowed.clear()  # what did not fit may fit now
             self.info, proven = info, True
         if proven:
+            self._pool.works(engine)
             self._ready_again()
         self._ids_at = 0.0
         await self._learn_ids(engine)
@@ -198,6 +199,11 @@ class Guard:
         if self._ids is None and time.monotonic() >= self._ids_at:
             self._ids_at = time.monotonic() + MISSING_S
             self._ids = await _marker_ids(engine, self.family)
+
+    def _works(self, engine: Engine) -> None:
+        """A step has shown that the engine works, which may have come back for it."""
+        if self._pool.works(engine) and self.died is not None:
+            self._ready_again()
 
     def _ready_again(self) -> None:
         self.died = None
@@ -366,8 +372,11 @@ class Guard:
                         reply.think, reply.answer = read.tally.think, read.tally.answer
                         reply.think_cap = step.controller.cap.think_cap
                         yield chunk
-                error, self.died = "", None
+                error = ""
+                self._works(engine)
             except EngineRequestError as failure:
+                if failure.status < 500:  # who refuses a request has read it
+                    self._works(engine)
                 error = without_content(str(failure), body)
                 undone = not began and not read.tally.total
                 refused = undone and failure.status in REFUSED

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from typing import Any
 
 import httpx2
@@ -15,14 +15,14 @@ from agentguard.engines.base import EngineInfo
 from agentguard.engines.facts import Facts
 from agentguard.engines.openai_http import OpenAIEngine
 from agentguard.engines.pool import EnginePool
-from agentguard.errors import ContextLengthError, EngineDiedError, EngineError, OtherModelError
-from agentguard.events import EngineDied, EngineReady, Event, StepStarted
+from agentguard.errors import ContextLengthError, EngineDiedError, EngineError, EngineRequestError, OtherModelError
+from agentguard.events import EngineDied, EngineReady, Event, StepStarted, TraceClosed
 from agentguard.gateway.server import bind, gateway
 from agentguard.identity import Identity
 from agentguard.middleware import Guard
 from agentguard.policy import Policy
 from agentguard.telemetry.hub import Hub
-from tests.scripted import Script, upstream
+from tests.scripted import END, STOP, B, Script, chunk, thinking, upstream
 from tests.test_guard import ASK, THINKS_AND_ANSWERS, Rig
 
 LONG = ASK | {"max_tokens": 900}
@@ -144,6 +144,139 @@ async def test_facts_are_learned_anew(plugin: bool) -> None:
         assert r.guard.engine.facts.plugin is not plugin
         assert ("ag_think_tokens" in second.seen[-1][1]["vllm_xargs"]) is not plugin
         assert ("thinking_token_budget" in second.seen[-1][1]) is plugin
+
+
+async def test_a_step_that_runs_keeps_the_facts_while_its_engine_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    def closes(body: dict[str, Any]) -> list[dict[str, Any]]:
+        trace = thinking(body["vllm_xargs"]["ag_think_tokens"])
+        return [*trace, chunk([END]), chunk([B], content="b"), chunk([STOP], finish="stop")]
+
+    async with restarts(Script(chat=closes, plugin=True)) as r:
+        engine, look = r.pool.engines[0], None
+        info, go = engine.info, asyncio.Event()
+
+        async def slow() -> EngineInfo:
+            await go.wait()
+            return await info()
+
+        monkeypatch.setattr(engine, "info", slow)
+        first = engine.facts
+        first.dropped.add("stream_options")
+        async for one in r.guard.stream(LONG, Identity("", "s")):
+            if look is None and one["choices"] and one["choices"][0]["delta"].get("reasoning"):
+                r.pool.failed(engine, EngineDiedError("the stream of another step broke"))
+                look = asyncio.create_task(r.pool.look(engine))
+                await asyncio.sleep(0)
+                assert engine.facts is first
+        assert look is not None
+        assert r.pool.away
+        assert [e.how for e in r.events if isinstance(e, TraceClosed)] == ["engine"]  # which it would not without its plugin
+        assert (r.finished().think_tokens, r.finished().continued) == (r.started().think_cap, False)
+        assert engine.facts.dropped == {"stream_options"}
+        go.set()
+        await look
+        assert (engine.facts.plugin, engine.facts.dropped) == (True, set())
+
+
+async def test_an_engine_with_another_window_is_asked_once() -> None:
+    engine = Asked()
+    engine.go.set()
+    engine.says = EngineInfo("m", 100)
+    pool = EnginePool([engine])  # type: ignore[list-item]
+    pool.serve(EngineInfo("m", 200))
+    engine.facts.dropped.add("stream_options")
+    await pool.look(engine)  # type: ignore[arg-type]
+    assert (engine.times, engine.facts.dropped, pool.serves.max_model_len) == (1, set(), 100)
+
+
+@pytest.mark.parametrize(
+    ("reply", "there"),
+    [
+        (httpx2.Response(200, json={"features": ["budget"]}), True),
+        (httpx2.Response(404, json={"detail": "Not Found"}), False),
+        (httpx2.Response(200, text="<html>"), False),
+        (httpx2.Response(503), True),  # it does not tell, so what was known holds
+        (httpx2.ReadTimeout("slow"), True),
+    ],
+)
+async def test_the_plugin_is_believed_until_the_server_says_otherwise(reply: httpx2.Response | Exception, there: bool) -> None:
+    def answer(request: httpx2.Request) -> httpx2.Response:
+        if request.url.path == "/v1/models":
+            return httpx2.Response(200, json={"data": [{"id": "m", "max_model_len": 100}]})
+        if isinstance(reply, Exception):
+            raise reply
+        return reply
+
+    engine = OpenAIEngine("http://engine", transport=httpx2.MockTransport(answer))
+    engine.facts.plugin = True
+    await engine.info()
+    assert engine.facts.plugin is there
+    await engine.aclose()
+
+
+async def test_a_server_that_lists_its_models_in_another_order_is_the_same() -> None:
+    listed = ["a", "b"]
+
+    def answer(request: httpx2.Request) -> httpx2.Response:
+        if request.url.path != "/v1/models":
+            return httpx2.Response(404)
+        return httpx2.Response(200, json={"data": [{"id": name, "max_model_len": 100 + ord(name)} for name in listed]})
+
+    engine = OpenAIEngine("http://engine", transport=httpx2.MockTransport(answer))
+    pool = EnginePool([engine])
+    assert await pool.info() == EngineInfo("a", 197)
+    listed.reverse()
+    await pool.look(engine)
+    assert (pool.serves, pool.away) == (EngineInfo("a", 197), {})
+    listed.remove("a")
+    with pytest.raises(OtherModelError):
+        await pool.look(engine)
+    listed.append("a")
+    await pool.look(engine)
+    assert (pool.serves, pool.away) == (EngineInfo("a", 197), {})
+    await engine.aclose()
+
+
+async def test_an_engine_that_refuses_the_step_it_came_back_for_is_back() -> None:
+    async with restarts(script()) as r:
+        await r.places[0].take_away()
+        await r.look()
+        await r.places[0].put(script(status=400))
+        with pytest.raises(EngineRequestError):
+            await r.step()
+        assert r.guard.died is None
+        await r.look()
+        assert r.told() == [("ready", 1000), ("died", "engine-0"), ("ready", 1000)]
+
+
+async def test_an_engine_whose_step_showed_nothing_is_back_with_the_next_look() -> None:
+    async with restarts(script()) as r:
+        await r.places[0].take_away()
+        await r.look()
+        for end in (script(status=500), script(hold=asyncio.Event())):
+            await r.places[0].put(end)
+            async with aclosing(r.guard.stream(ASK, Identity("", "s"))) as chunks:
+                with contextlib.suppress(EngineRequestError):
+                    await anext(chunks)  # its client hangs up
+            assert r.guard.died is not None
+            assert r.told()[-1] == ("died", "engine-0")
+            for _ in range(2):
+                await r.look()
+                assert r.guard.died is None
+            assert r.told()[-2:] == [("died", "engine-0"), ("ready", 1000)]
+            await r.places[0].take_away()
+            await r.look()
+
+
+async def test_a_step_shows_that_its_engine_is_back() -> None:
+    async with restarts(script()) as r:
+        await r.step()
+        await r.places[0].take_away()
+        await r.look()
+        await r.places[0].put(script())
+        await r.step()
+        await r.look()
+        assert r.told() == [("ready", 1000), ("died", "engine-0"), ("ready", 1000)]
 
 
 async def test_another_model_is_kept_away_and_said_why_until_the_right_one_is_back() -> None:
@@ -355,14 +488,21 @@ async def test_an_engine_that_is_there_and_says_nothing_gets_no_step_while_other
             monkeypatch.setattr(r.pool.engines[1], "info", info)
             while "engine-1" not in r.pool.unwell:
                 await asyncio.sleep(0.02)
+            ready = await r.ready()  # both are busy, or so, and serve
+            assert (ready.status_code, ready.json()["reasons"]) == (200, [])
+            assert ready.json()["engines"] == {"engine-0": "unwell", "engine-1": "unwell"}
+            await r.step(identity=Identity("", name))
+            assert not any(isinstance(e, EngineDied) for e in r.events)
+            for engine in r.pool.engines:
+                assert (await r.ready()).status_code == 200  # one of them is left
+                r.pool.failed(engine, EngineDiedError("gone"))
             ready = await r.ready()
             assert (ready.status_code, ready.json()["reasons"]) == (503, ["no engine answers"])
             answers.set()
-            while r.pool.unwell:
+            while r.pool.unwell or r.pool.away:
                 await asyncio.sleep(0.02)
             assert r.pool.choose(name) is first
             assert (await r.ready()).status_code == 200
-        assert not any(isinstance(e, EngineDied) for e in r.events)
 
 
 async def test_the_only_engine_is_looked_at_seldom_while_well_and_soon_once_away(

@@ -46,6 +46,7 @@ class OpenAIEngine:
         self.name = name
         self.facts = Facts()
         self._window = window
+        self._model = ""
         self.url = url.rstrip("/")
         self._client = http_client(
             self.url,
@@ -62,22 +63,31 @@ class OpenAIEngine:
         models = reply.get("data") or []
         if not models:
             raise EngineError(f"{self.url}/v1/models lists no model; is this an OpenAI-compatible server?")
-        window = models[0].get("max_model_len") or self._window
+        # a server of several models may list them in another order the next time
+        model = next((model for model in models if model.get("id") == self._model), models[0])
+        window = model.get("max_model_len") or self._window
         if not isinstance(window, int):
             raise EngineError(
                 f"{self.url}/v1/models does not state max_model_len; give the context window as engine.max_model_len in the recipe"
             )
         await self._probe()
-        return EngineInfo(model=models[0]["id"], max_model_len=window)
+        self._model = self._model or model["id"]
+        return EngineInfo(model=model["id"], max_model_len=window)
 
     async def _probe(self) -> None:
-        """Is our plugin in there? A server without it answers 404 or something of its own."""
+        """Is our plugin in there? A server without it answers 404 or something of its own; one that is busy does not tell."""
         try:
             reply = await self._json("GET", "/v1/agentguard/plugin")
-        except (EngineRequestError, EngineError) as error:
-            if isinstance(error, EngineDiedError):
-                raise
-            return
+        except EngineDiedError:
+            raise
+        except EngineRequestError as error:
+            if error.status == 429 or (error.status >= 500 and error.status != 501):
+                return
+            reply = {}
+        except EngineError as error:
+            if isinstance(error.__cause__, httpx2.RequestError):
+                return
+            reply = {}
         self.facts.plugin = "budget" in (reply.get("features") or ())
 
     async def tokenize_chat(self, body: Mapping[str, Any]) -> list[int] | None:

@@ -45,7 +45,7 @@ class Listener(Protocol):
 
     async def engine_back(self, engine: Engine, *, proven: bool) -> None:
         """It is there and may be another process than before; or it was all the time, with another window. Not ``proven``: the step
-        that comes now shows whether it works."""
+        that comes now shows whether it works; told again, as proven, at the next look if the step has not (`EnginePool.works`)."""
         ...
 
 
@@ -58,6 +58,8 @@ class EnginePool:
         """Engines that are away, and why."""
         self.unwell: dict[str, str] = {}
         """Engines that are there and say nothing, or what cannot be read, when they are looked at; and what."""
+        self.unproven: set[str] = set()
+        """Engines that came back for a step which has not shown yet whether they work."""
         self.known: dict[str, EngineInfo] = {}
         """What each said it serves, the last time it was asked."""
         self.model = ""
@@ -101,10 +103,17 @@ class EnginePool:
         """It is away until `look` finds it again."""
         news = type(self.away.get(engine.name)) is not type(error)
         self.away[engine.name] = error
+        self.unproven.discard(engine.name)
         if news:
             logger.warning("engine_away", extra={"engine": engine.name, "error": str(error)})
             if self.listener is not None:
                 self.listener.engine_away(engine, error)
+
+    def works(self, engine: Engine) -> bool:
+        """A step has shown that it works; True where that is news."""
+        news = engine.name in self.unproven
+        self.unproven.discard(engine.name)
+        return news
 
     async def info(self) -> EngineInfo:
         """Of the engines that answer; all of them must serve one model. The window is the smallest."""
@@ -156,8 +165,6 @@ class EnginePool:
 
     async def _ask(self, engine: Engine, *, proven: bool) -> None:
         away = engine.name in self.away
-        if away:
-            engine.facts = engine.facts.anew()
         try:
             async with asyncio.timeout(LOOK_S):
                 try:
@@ -172,14 +179,19 @@ class EnginePool:
         if self.model and info.model != self.model:
             raise OtherModelError(engine.name, info.model, self.model)
         before = self.known.get(engine.name)
-        if not away and info != before:  # it was gone and nobody saw it
-            engine.facts = engine.facts.anew()
-            info = await engine.info()
+        if away or info != before:  # in the second case it was gone and nobody saw it
+            # not before it has answered: steps that still run go by the facts, and one broken stream is no other process
+            facts = engine.facts.anew()
+            facts.plugin = engine.facts.plugin  # `info` has just asked
+            engine.facts = facts
         self.known[engine.name] = info
         if away:
             del self.away[engine.name]
             logger.info("engine_back", extra={"engine": engine.name})
-        if (away or info != before) and self.listener is not None:
+        news = self.works(engine) if proven else False
+        if away and not proven:
+            self.unproven.add(engine.name)
+        if (away or news or info != before) and self.listener is not None:
             await self.listener.engine_back(engine, proven=proven)
 
     @asynccontextmanager

@@ -209,7 +209,8 @@ def create_app(
         engines = guard.standings()
         limits, store_away = guard.policy.limits, bool(guard.books.away)
         reasons = ["the gateway was told to end"] * drain.begun
-        reasons += ["no engine answers"] * ("ok" not in engines.values())
+        # one that is only unwell is busy, or says what cannot be read: it still gets steps when no other is well
+        reasons += ["no engine answers"] * (set(engines.values()) == {"away"})
         if store_away and (limits.steps is not None or limits.tokens is not None):
             reasons.append("the session store is away, and sessions have limits")
         state = {"ready": not reasons, "reasons": reasons, "engines": engines, "store": "away" if store_away else "ok"}
