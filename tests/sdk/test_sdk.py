@@ -11,6 +11,7 @@ import pytest
 import agentguard
 from agentguard import (
     AnswerDelta,
+    CompactionAdvised,
     ConfigError,
     Economics,
     StepEvent,
@@ -25,8 +26,23 @@ from agentguard.engines.openai_http import OpenAIEngine
 from agentguard.engines.pool import EnginePool
 from tests.scripted import END, STOP, USAGE, A, B, Script, chunk, text_chunk, thinking, upstream
 from tests.sdk.conftest import ASK, THINKS_AND_ANSWERS, WAYS, rig, until
+from tests.test_overflow import checking
 
 every_way = pytest.mark.parametrize("way", WAYS)
+
+
+@every_way
+async def test_a_step_whose_limit_was_lowered_begins_once(way: str) -> None:
+    """The server's own count of the prompt is far above our estimate."""
+    script = Script(chat=checking(850), tokenizes=False)
+    async with rig(way, script) as r, r.guard.session("s") as s:
+        events = [event async for event in s.stream(ASK, max_tokens=900)]
+        assert [type(e) for e in events if not isinstance(e, ThinkDelta | AnswerDelta)] == [
+            StepStarted, CompactionAdvised, StepSummary, Economics,
+        ]  # fmt: skip
+        assert (len(script.seen), events[0].budget) == (2, 1000 - 850 - 8)
+        assert [e.undone for e in r.finished] == [True, False]
+        assert events[-2].accounts == r.finished[1]
 
 
 @every_way
