@@ -79,6 +79,16 @@ async def test_a_budget_that_a_quotation_would_use_up_is_kept_here_with_the_cuto
         assert text(chunks) == (" a second answer" if closed else "")
 
 
+async def test_a_budget_that_the_server_refuses_is_kept_here_with_the_cutoff_off_too() -> None:
+    thinks = [*[chunk([A], reasoning="a") for _ in range(90)], *DIRECT[-2:]]
+    script = Script(chat=thinks, complete=SECOND, refuses=("thinking_token_budget",))
+    async with rig(script, cutoff={"mode": "off"}) as r:
+        for _ in range(2):  # when it is found out, and when it is known
+            assert text(await r.step({**ASK, "thinking_token_budget": 30})) == " a second answer"
+            assert (r.finished().closed, r.finished().think_tokens) == ("budget", 30)
+        assert script.refused == ["thinking_token_budget"]
+
+
 @pytest.mark.parametrize("fault", [False, True])
 async def test_a_tokenizer_without_an_answer_teaches_nothing_and_lets_no_trace_run_free(fault: bool) -> None:
     asked: list[bool] = []
