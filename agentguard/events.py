@@ -239,7 +239,8 @@ class StepFinished(msgspec.Struct, frozen=True, kw_only=True, tag="step_finished
     markers and the end-of-turn token. ``rounds``, ``drafted`` and ``accepted`` are the engine's own counters (None from an engine
     that does not report them). ``closed`` is the reason of a forced close, "" for a natural end. ``ttlt_s`` is the time to the
     last token. ``error`` is "" unless the step failed. ``notes`` are findings (see `Note`). ``reported_think`` is the engine's own
-    count of think tokens where it gave one.
+    count of think tokens where it gave one. ``undone``: the engine refused the request's limit as too large, before any token, and
+    the guard asked again with a lower one; this was no step and counts nowhere, and ``error`` says what was refused.
     """
 
     t: float
@@ -268,6 +269,7 @@ class StepFinished(msgspec.Struct, frozen=True, kw_only=True, tag="step_finished
     notes: list[Note] = msgspec.field(default_factory=list)
     reported_think: int | None = None
     agent: str = ""
+    undone: bool = False
 
 
 class TraceClosed(msgspec.Struct, frozen=True, kw_only=True, tag="trace_closed"):

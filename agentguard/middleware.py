@@ -55,7 +55,7 @@ from agentguard.events import (
     arm_reports,
 )
 from agentguard.identity import Identity
-from agentguard.overflow import Fit, LimitTooLargeError, digest, is_overflow, prompt_told, refit
+from agentguard.overflow import Fit, LimitTooLargeError, digest, is_overflow, prompt_told, refit, smaller
 from agentguard.policy import Policy
 from agentguard.redact import without_content
 from agentguard.requests import ChatRequest
@@ -97,6 +97,10 @@ class Reply:
     think: int = 0
     answer: int = 0
     think_cap: int = 0
+
+    def forget(self) -> None:
+        """The attempt gave nothing and is made again: whoever asked for the step is told of the one that stands."""
+        self.events = [event for event in self.events if isinstance(event, SessionAlarm)]
 
 
 class Guard:
@@ -266,8 +270,8 @@ class Guard:
             raise ConfigError("model", request.model, f"this gateway serves {self.info.model!r}; ask for that, or leave it out")
         asked = self._asked_rule(request)
         session = self.sessions.get(identity)
-        if session.overflowed and self._digest(body) in session.overflowed:
-            raise ContextLengthError(None, self.info.max_model_len)
+        if session.overflowed and (window := session.overflowed.get(self._digest(body))) is not None:
+            raise ContextLengthError(None, window)
         failed: list[str] = []
         fit = Fit()
         while True:
@@ -283,6 +287,7 @@ class Guard:
                         yield chunk
                 return
             except LimitTooLargeError as refused:
+                reply.forget()
                 fit = refused.fit
                 logger.info("limit_lowered", extra={"session": str(identity), "engine": engine.name, "max_tokens": fit.most})
             except EngineDiedError as error:
@@ -292,6 +297,7 @@ class Guard:
                 # in the middle of a stream another engine would go on with other words, so the client is told and may ask again
                 if told or self._pool.choose(str(identity), failed) is None:
                     raise
+                reply.forget()
                 logger.warning("failover", extra={"session": str(identity), "engine": engine.name, "error": loggable(error)})
 
     async def _step(
@@ -300,7 +306,8 @@ class Guard:
     ) -> Stream:  # fmt: skip
         """One step on one engine: what it may use is reserved once its prompt is measured, and settled when it has ended.
 
-        An attempt that the engine fails before its first chunk is no step: its reservation is undone, and its event tells why.
+        An attempt that the engine fails before its first chunk is no step: its reservation is undone, and its event tells why. One
+        that is asked again with a lower limit is marked as undone, for nobody to count.
 
         ``fit``: what a refusal has told of the request's size. Raises LimitTooLargeError for a limit that has to be lower.
         """
@@ -312,7 +319,7 @@ class Guard:
         try:
             want = self._want(request, length, exact=exact)
         except ContextLengthError:
-            self.sessions.get(identity).remember_overflow(self._digest(body))
+            self.sessions.get(identity).remember_overflow(self._digest(body), self.info.max_model_len)
             raise
         want = want if fit.most is None else min(want, fit.most)
         request_id = uuid.uuid4().hex
@@ -321,7 +328,7 @@ class Guard:
         reply.warnings = reserved.warnings
         event: StepFinished | None = None
         fingerprint = ""
-        undone = refused = False
+        undone = refused = lowered = False
         try:
             budget, moved = request.budget
             kind = kind_of(request.messages, number)
@@ -354,7 +361,7 @@ class Guard:
             if moved:
                 told = {"session": str(identity), "request": request_id, "budget": budget}
                 logger.warning("budget_alias", extra=told | {"remedy": "send it as thinking_token_budget"})
-            self._advise(reply, session, identity, number, request_id, length, side=side)
+            advice = self._advise(reply, session, identity, number, request_id, length, side=side)
             self.running[request_id] = (identity, step)
             self.begun[request_id] = StepStarted(
                 t=time.time(), session=str(identity), step=number, request=request_id, model=self.info.model, rule=assigned.rule,
@@ -367,6 +374,8 @@ class Guard:
             try:
                 async with aclosing(step.run()) as chunks:
                     async for chunk in chunks:
+                        if not began and advice is not None:
+                            self._publish(advice, reply)
                         began = True
                         reply.closed, reply.notes = step.closed or "", read.notes
                         reply.think, reply.answer = read.tally.think, read.tally.answer
@@ -384,10 +393,12 @@ class Guard:
                     lower = self._refit(failure, fit, upstream)
                     refused = lower is None
                     if lower is not None:
+                        lowered = True
                         raise LimitTooLargeError(failure, lower) from failure
                     # agents act on the code, and few know every server's own words for it (earendil-works/pi#5930)
-                    session.remember_overflow(self._digest(body))
-                    raise self._too_long(failure, None if prompt is None else length) from failure
+                    window = smaller(self.info.max_model_len, str(failure))
+                    session.remember_overflow(self._digest(body), window)
+                    raise self._too_long(failure, None if prompt is None else length, window) from failure
                 raise
             except AgentGuardError as failure:
                 error = without_content(str(failure), body)
@@ -406,14 +417,17 @@ class Guard:
                     accepted=read.accepted, closed=step.closed or "", continued=step.continued,
                     empty_answer=read.empty and not error, finish_reason=read.finish_reason, estimated=read.estimated,
                     ttlt_s=time.perf_counter() - started, error=error, arm=assigned.arm, workload=assigned.workload,
-                    notes=list(read.notes), reported_think=read.reported_think, agent=identity.agent,
+                    notes=list(read.notes), reported_think=read.reported_think, agent=identity.agent, undone=lowered,
                 )  # fmt: skip
+                if advice is not None and not began and not lowered:
+                    self._publish(advice, reply)
                 if undone:
                     session.undo(refused=refused)
                 else:
                     session.add(event, fingerprint, side=side, agent=identity.agent)
                 self._publish(event, reply)
-                self._alarm(reply, session, number)
+                if not lowered:
+                    self._alarm(reply, session, number)
                 try:
                     self.ledger.finished(event, assigned, session.sums)
                 except Exception as failure:  # counting must never break a client's stream
@@ -440,26 +454,25 @@ class Guard:
         """What the step may generate at most. Raises ContextLengthError for a prompt that leaves no room for an answer."""
         cutoff, window = self.policy.cutoff, self.info.max_model_len
         room = window - prompt - cutoff.margin
-        if exact and room < self._least:
+        if exact and room < self._least(window):
             raise ContextLengthError(prompt, window, max(0, room))
         return step_budget(cutoff, window=window, prompt=self._believed(prompt, exact=exact), limit=request.limit)
 
-    @property
-    def _least(self) -> int:
+    def _least(self, window: int) -> int:
         """An answer must fit, or the step would end without one; a window that is small itself asks for less."""
-        return min(self.policy.cutoff.answer_floor, self.info.max_model_len // 8)
+        return min(self.policy.cutoff.answer_floor, window // 8)
 
     def _refit(self, refused: EngineRequestError, fit: Fit, upstream: Mapping[str, Any]) -> Fit | None:
+        window = smaller(self.info.max_model_len, str(refused))
         return refit(
-            str(refused), fit, window=self.info.max_model_len, sent=upstream.get("max_tokens"), least=self._least,
+            str(refused), fit, window=window, sent=upstream.get("max_tokens"), least=self._least(window),
             margin=self.policy.cutoff.margin,
         )  # fmt: skip
 
-    def _too_long(self, refused: EngineRequestError, prompt: int | None) -> ContextLengthError:
+    def _too_long(self, refused: EngineRequestError, prompt: int | None, window: int) -> ContextLengthError:
         """With the prompt's tokens as the server has counted them, or else we."""
         told = prompt_told(str(refused))
         known = prompt if told is None else told
-        window = self.info.max_model_len
         return ContextLengthError(known, window, 0 if known is None else max(0, window - known - self.policy.cutoff.margin))
 
     def _digest(self, body: Mapping[str, Any]) -> str:
@@ -485,17 +498,18 @@ class Guard:
 
     def _advise(
         self, reply: Reply, session: Session, identity: Identity, number: int, request_id: str, prompt: int, *, side: bool
-    ) -> None:
-        """Tell the client to compact before its next prompt passes the cutoff of the window."""
+    ) -> CompactionAdvised | None:
+        """Tell the client to compact before its next prompt passes the cutoff of the window. The event is for once
+        the attempt stands."""
         window, expected = self.info.max_model_len, session.expected_prompt(prompt, identity.agent)
         reply.request, reply.fill, reply.window = request_id, prompt / window, window
         reply.compact = not side and expected >= self.policy.cutoff.f_min * window
-        if reply.compact:
-            advice = CompactionAdvised(
-                t=time.time(), session=str(identity), step=number, request=request_id, context_tokens=prompt,
-                next_tokens=expected, window=window,
-            )  # fmt: skip
-            self._publish(advice, reply)
+        if not reply.compact:
+            return None
+        return CompactionAdvised(
+            t=time.time(), session=str(identity), step=number, request=request_id, context_tokens=prompt, next_tokens=expected,
+            window=window,
+        )  # fmt: skip
 
     def _closed(self, reply: Reply, session: str, number: int, request_id: str, closed: Closed) -> None:
         event = TraceClosed(

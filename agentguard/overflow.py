@@ -31,6 +31,12 @@ _PROMPT = re.compile(
     re.IGNORECASE,
 )
 """How many tokens the prompt has."""
+_WINDOW = re.compile(
+    r"(?:context length|model length|allowed length|context size|max_model_len)(?: is| of| only)*[ =(]+(\d+)"
+    r"|`inputs` tokens \+ `max_new_tokens` must be <= (\d+)",
+    re.IGNORECASE,
+)
+"""How many tokens the window has."""
 _LIMIT = re.compile(r"max_(?:completion_|new_|output_)?tokens|output tokens|completion", re.IGNORECASE)
 _PROMPT_FIELDS = (
     "messages", "tools", "max_tokens", "max_completion_tokens", "chat_template", "chat_template_kwargs", "add_generation_prompt",
@@ -63,19 +69,35 @@ def is_overflow(error: EngineRequestError) -> bool:
 
 def prompt_told(message: str) -> int | None:
     """The prompt's tokens in a server's refusal, None where it does not tell them."""
-    found = _PROMPT.search(message)
+    return _told(_PROMPT, message)
+
+
+def window_told(message: str) -> int | None:
+    """The context window in a server's refusal in tokens, None where it does not tell it."""
+    return _told(_WINDOW, message)
+
+
+def _told(what: re.Pattern[str], message: str) -> int | None:
+    found = what.search(message)
     return None if found is None else int(next(number for number in found.groups() if number is not None))
+
+
+def smaller(window: int, message: str) -> int:
+    """The window that a refused request has to fit into: a server's own may be smaller than the one we know."""
+    told = window_told(message)
+    return window if told is None else min(window, told)
 
 
 def refit(message: str, known: Fit, *, window: int, sent: int | None, least: int, margin: int) -> Fit | None:
     """What to ask instead, None where the prompt itself is too long.
 
-    window: the context window; sent: the limit that was refused, None for none; least: an answer with less room is no use; margin:
-    tokens of the window that stay free. Where the server tells the prompt's tokens, what is left beside them is the limit. Where it
-    speaks of the limit without numbers, or its window is smaller than we know, half the limit is tried.
+    window: the context window, the server's where its refusal names a smaller one (`smaller`); sent: the limit that was refused,
+    None for none; least: an answer with less room is no use; margin: tokens of the window that stay free. Where the server tells
+    the prompt's tokens, what is left beside them is the limit. Where it does not, or its window is smaller than we know, half of
+    the limit is tried, and never more than half of the window.
     """
     prompt = prompt_told(message)
-    half = None if sent is None else sent // 2
+    half = None if sent is None else min(sent, window) // 2
     if prompt is not None:
         room = window - prompt - margin
         most = room if sent is None or room < sent else half

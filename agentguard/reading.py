@@ -73,6 +73,7 @@ class Reading:
         self._splitter: Splitter | None = None
         self._separates = False
         self._misfiled: list[str] = []
+        self._unknown = False
         self.doubtful = False
         """A start marker stands open in the prompt, and nothing says that the template wrote it."""
         self.tally: Tally | TextTally
@@ -155,18 +156,23 @@ class Reading:
             self.finish_reason, self._stop_reason = choice["finish_reason"], choice.get("stop_reason")
         return self._public(chunk)
 
-    def open_again(self) -> None:
-        """More is known of the template than when the prompt was read."""
+    def open_again(self, *, unknown: bool = False) -> None:
+        """More is known of the template than when the prompt was read. ``unknown``: nobody can tell what it writes, so a marker
+        that stands open is taken for its own: a trace must not run free because a tokenizer has no answer."""
+        self._unknown = unknown
         if self.prompt is not None and self._markers is not None:
             self.tally = self._open(self.prompt, self._markers)
 
     def _open(self, prompt: list[int], markers: MarkerIds) -> Tally:
         rest = behind(prompt, markers)
         asked = {**(self._request.model_extra or {}), "messages": self._request.messages}
-        opened = rest is not None and (opens(rest, markers, self._facts.tails.values()) or ends_inside(asked, self._family))
+        opened = rest is not None and (self._opens(rest, markers) or ends_inside(asked, self._family))
         self.given = len(rest) if rest is not None and opened else 0
         self.doubtful = rest is not None and not opened
         return Tally(markers, opened=opened)
+
+    def _opens(self, rest: tuple[int, ...], markers: MarkerIds) -> bool:
+        return self._unknown or opens(rest, markers, self._facts.tails.values())
 
     def _read(self, choice: Mapping[str, Any]) -> None:
         ids = list(choice.get("token_ids") or ())
@@ -302,7 +308,7 @@ class Reading:
         if chunk.get("prompt_token_ids") and not known and self._markers is not None and isinstance(self.tally, Tally):
             # the note is the last message, so nothing of the client's is continued
             rest = behind(chunk["prompt_token_ids"], self._markers)
-            self.tally.inside = rest is not None and opens(rest, self._markers, self._facts.tails.values())
+            self.tally.inside = rest is not None and self._opens(rest, self._markers)
         self._chunks += 1
         if not chunk.get("choices"):
             return None

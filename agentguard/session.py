@@ -79,9 +79,9 @@ class Session:
     raised: dict[str, int] = field(default_factory=dict)
     """Limits an operator has raised: meter and new limit."""
     warned: set[tuple[str, bool]] = field(default_factory=set)
-    overflowed: OrderedDict[str, None] = field(default_factory=OrderedDict)
-    """Digests of requests that did not fit into the window, the latest `DIGESTS`. No store keeps them: to ask once more costs
-    little, and a memory that outlives its window would refuse what fits into the next."""
+    overflowed: OrderedDict[str, int] = field(default_factory=OrderedDict)
+    """Digests of requests that did not fit into the window, with its tokens, the latest `DIGESTS`. No store keeps them: to ask once
+    more costs little, and a memory that outlives its window would refuse what fits into the next."""
     born: str = ""
     """Which account of the store this is; a session that was forgotten begins another."""
     seq: int = 0
@@ -180,8 +180,8 @@ class Session:
             closes=self.closes, lost=self.lost, step_limit=steps, token_limit=tokens, soft=limits.soft, idle=self.idle,
         )  # fmt: skip
 
-    def remember_overflow(self, digest: str) -> None:
-        self.overflowed[digest] = None
+    def remember_overflow(self, digest: str, window: int) -> None:
+        self.overflowed[digest] = window
         while len(self.overflowed) > DIGESTS:
             self.overflowed.popitem(last=False)
 

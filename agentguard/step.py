@@ -169,7 +169,8 @@ class Step:
 
     async def _learn_opening(self) -> None:
         """Where a start marker stands open in the prompt, and it cannot be seen whether the template wrote it or the client quotes
-        it: ask how a chat that says something else is rendered, once for a template and its switches."""
+        it: ask how a chat that says something else is rendered, once for a template and its switches. A server that cannot say it
+        now is asked again at the next step, and until then the marker is taken for the template's."""
         facts, ids = self._engine.facts, self._marker_ids
         if ids is None or not self.reading.doubtful or switches(self._upstream) in facts.tails:
             return
@@ -182,6 +183,9 @@ class Step:
             raise
         except EngineError as error:
             self._warn("opening_unknown", error=loggable(error))
+            asked = bare = None
+        if asked is None or bare is None:
+            self.reading.open_again(unknown=True)
             return
         facts.learn_tail(switches(self._upstream), tail(asked, bare, ids))
         self.reading.open_again()
@@ -229,6 +233,11 @@ class Step:
         """The engine was told a limit."""
         return not self._off or self.controller.cap.bound_by is Term.CLIENT
 
+    @property
+    def _kept_here(self) -> bool:
+        """The server does not keep the client's own budget, so the guard does, closing switched off or not."""
+        return self.controller.cap.bound_by is Term.CLIENT and not self._in_engine
+
     def _reached(self) -> bool:
         tally = self.reading.tally
         return (tally.think if self._engine.facts.plugin else tally.block) >= self._limit
@@ -243,8 +252,10 @@ class Step:
         """Ask the controller about what has come, and order a close in the engine; a verdict that is returned cuts the stream."""
         read, tally = self.reading, self.reading.tally
         ids, text = read.fresh()
-        if (self._off and not self.controller.wanted) or not tally.inside or not read.empty:
+        if not tally.inside or not read.empty:
             return None
+        if self._off and not self.controller.wanted:
+            return self.controller.at_cap(tally.think) if self._kept_here else None
         if self._pending is not None:
             return self._pending if tally.think >= self._pending_at + WAIT else None
         close = self.controller.watch(ids, text, think=tally.think, now=self._clock())

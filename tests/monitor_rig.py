@@ -130,10 +130,12 @@ def ready(model: str = "qwen3-8b", window: int = 1000) -> EngineReady:
     return EngineReady(t=0, engine="engine-0", model=model, max_model_len=window)
 
 
-def started(session: str = "s", step: int = 1, *, prompt: int = 100, cap: int = 400, bound_by: str = "fraction") -> StepStarted:
+def started(
+    session: str = "s", step: int = 1, *, prompt: int = 100, cap: int = 400, bound_by: str = "fraction", request: str = ""
+) -> StepStarted:  # fmt: skip
     return StepStarted(
-        t=0, session=session, step=step, request=f"{session}-{step}", model="qwen3-8b", rule="strict", prompt_tokens=prompt,
-        budget=500, think_cap=cap, bound_by=bound_by, arm="strict", workload="w",
+        t=0, session=session, step=step, request=request or f"{session}-{step}", model="qwen3-8b", rule="strict",
+        prompt_tokens=prompt, budget=500, think_cap=cap, bound_by=bound_by, arm="strict", workload="w",
     )  # fmt: skip
 
 

@@ -26,11 +26,11 @@ import pytest
 from agentguard.engines.openai_http import OpenAIEngine
 from agentguard.engines.pool import EnginePool
 from agentguard.errors import BusyError, EngineDiedError, EngineError, SessionBusyError, SessionLimitError
-from agentguard.events import Event, Note, StepFinished
+from agentguard.events import Event, Note, StepFinished, StepStarted
 from agentguard.gateway.admission import Admission
 from agentguard.gateway.server import bind, end_silent, gateway, session_books
 from agentguard.identity import Identity
-from agentguard.middleware import Guard
+from agentguard.middleware import Guard, Reply
 from agentguard.policy import Policy, ServingLimits
 from agentguard.store import StoreError, accounts
 from agentguard.store.accounts import Ask, Grant, Key, Settlement
@@ -352,6 +352,17 @@ async def pooled(*scripts: Script, **policy: Any) -> AsyncIterator[tuple[Rig, li
 
 def seen(script: Script) -> int:
     return sum("completions" in path for path, _, _ in script.seen)
+
+
+async def test_whoever_asked_is_told_of_the_attempt_that_stands() -> None:
+    gone, well = Script(chat=[], hang_up=True), Script(chat=THINKS_AND_ANSWERS)
+    async with pooled(gone, well) as (r, _, _):
+        for i in range(8):
+            reply = Reply()
+            assert text([c async for c in r.guard.stream(ASK, Identity("", f"s{i}"), reply=reply)]) == "bb"
+            assert [type(e) for e in reply.events] == [StepStarted, StepFinished]
+            assert not r.finished().error
+        assert seen(gone) == 1
 
 
 async def test_sessions_are_spread_stay_and_move_between_steps_when_their_engine_is_away() -> None:

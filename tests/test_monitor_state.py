@@ -126,6 +126,19 @@ def test_a_step_whose_end_was_not_heard_is_over_once_two_lists_do_not_name_it() 
     assert (session(w).state, session(w).running_request) == ("idle", None)
 
 
+def test_an_attempt_that_was_undone_leaves_nothing_behind() -> None:
+    """Its limit was too large, and the guard asks again: the step that follows has the same number and another request."""
+    w = Watched()
+    w.model.take(GATEWAY, started(request="first"))
+    w.model.take(GATEWAY, finished(request="first", tokens=0, error="max_tokens is too large", undone=True))
+    row = session(w)
+    assert (row.state, row.steps, row.tokens, row.bars) == ("idle", 1, 0, ())
+    assert "step_failed" not in [event.kind for event in w.model.snapshot().events]
+    w.model.take(GATEWAY, started())
+    w.model.take(GATEWAY, finished())
+    assert (session(w).state, len(session(w).bars)) == ("idle", 1)
+
+
 def test_a_session_that_fills_its_window() -> None:
     w = Watched()
     w.model.take(GATEWAY, ready(window=1000))

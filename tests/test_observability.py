@@ -345,6 +345,15 @@ def test_a_failed_step_says_its_kind_and_no_words(spans: InMemorySpanExporter, e
     assert SECRET not in span.to_json()
 
 
+def test_an_attempt_that_was_undone_is_no_span_and_no_metric(spans: InMemorySpanExporter) -> None:
+    tracing, metering, reader = recording(spans)
+    with otel.spans("vllm", tracing, metering) as sink:
+        sink.observe(begun())
+        sink.observe(ended(error="max_tokens is too large", undone=True))
+    assert not spans.get_finished_spans()
+    assert reader.get_metrics_data() is None
+
+
 def test_a_step_that_still_runs_at_the_end_is_ended_too(spans: InMemorySpanExporter) -> None:
     tracing, metering, _ = recording(spans)
     with otel.spans("vllm", tracing, metering) as sink:

@@ -8,7 +8,7 @@ import pytest
 
 from agentguard.engines.facts import MOST_TAILS, Facts
 from agentguard.trace.markers import FAMILIES, generic
-from agentguard.trace.opening import behind, ends_inside, opens, switches, tail
+from agentguard.trace.opening import ANOTHER, behind, ends_inside, opens, switches, tail
 from agentguard.trace.tally import MarkerIds
 from tests.scripted import END, START, STOP, USAGE, A, B, Script, chunk, ids_of, text_chunk
 from tests.test_guard import ASK, rig, text
@@ -62,6 +62,55 @@ async def test_a_stock_server_is_sent_no_budget_that_a_quotation_would_use_up(pl
             assert r.guard.engine.facts.budget == "unknown"
             assert (text(chunks), r.finished().closed, r.finished().think_tokens) == (" a second answer", "reserve", 50)
             assert r.finished().notes == []
+
+
+@pytest.mark.parametrize(("asked", "closed", "think"), [(30, "budget", 30), (None, "", 90)])
+async def test_a_budget_that_a_quotation_would_use_up_is_kept_here_with_the_cutoff_off_too(
+    asked: int | None, closed: str, think: int
+) -> None:
+    """The client's own, that is: what it did not ask for is not closed."""
+    quoting = {**ASK, "messages": [{"role": "user", "content": "what is <think> for?"}], "thinking_token_budget": asked}
+    thinks = [chunk([START]), *[chunk([A], reasoning="a") for _ in range(90)], *DIRECT[-2:]]
+    script = Script(chat=thinks, complete=SECOND, renders=template([]))
+    async with rig(script, cutoff={"mode": "off"}) as r:
+        chunks = await r.step(quoting)
+        assert "thinking_token_budget" not in script.seen[0][1]
+        assert (r.finished().closed, r.finished().think_tokens) == (closed, think)
+        assert text(chunks) == (" a second answer" if closed else "")
+
+
+async def test_a_budget_that_the_server_refuses_is_kept_here_with_the_cutoff_off_too() -> None:
+    thinks = [*[chunk([A], reasoning="a") for _ in range(90)], *DIRECT[-2:]]
+    script = Script(chat=thinks, complete=SECOND, refuses=("thinking_token_budget",))
+    async with rig(script, cutoff={"mode": "off"}) as r:
+        for _ in range(2):  # when it is found out, and when it is known
+            assert text(await r.step({**ASK, "thinking_token_budget": 30})) == " a second answer"
+            assert (r.finished().closed, r.finished().think_tokens) == ("budget", 30)
+        assert script.refused == ["thinking_token_budget"]
+
+
+@pytest.mark.parametrize("fault", [False, True])
+async def test_a_tokenizer_without_an_answer_teaches_nothing_and_lets_no_trace_run_free(fault: bool) -> None:
+    asked: list[bool] = []
+    answers = False
+
+    def renders(body: dict[str, Any]) -> list[int]:
+        if body["messages"] == [ANOTHER]:
+            asked.append(answers)
+            if not answers and fault:
+                raise RuntimeError("scripted")
+            if not answers:
+                return []
+        return template(ids_of("<think>\nOkay, "))(body)  # type: ignore[no-any-return]
+
+    chat = [*[chunk([A], reasoning="a") for _ in range(5)], chunk([END, B], content="b"), chunk([STOP], finish="stop"), USAGE]
+    async with rig(Script(chat=chat, renders=renders)) as r:
+        for known in (0, 1, 1):
+            await r.step()
+            assert (r.finished().think_tokens, r.finished().answer_tokens) == (5, 1)
+            assert len(r.guard.engine.facts.tails) == known
+            answers = True
+    assert asked[-3:] == [False, True, True]  # asked again once, and then known
 
 
 @pytest.mark.parametrize("said", [*QUOTES, "hi"])
@@ -135,7 +184,6 @@ def test_what_stands_behind_the_marker_decides() -> None:
     assert [opens(rest, IDS, [None, (7, 8)]) for rest in ((), (110,), (110, 110), (7, 8), (7,), (8,))] == [True] * 4 + [False] * 2
     assert tail([9, START, 7, 8], [9], IDS) == (7, 8)
     assert tail([START, 9, 8], [START, 9], IDS) is None  # the template's own words, not its generation prompt
-    assert tail(None, [9], IDS) is None
 
 
 def test_few_switches_are_remembered() -> None:

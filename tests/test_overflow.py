@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 
 from agentguard.errors import ContextLengthError, EngineRequestError
-from agentguard.overflow import TRIES, Fit, digest, is_overflow, prompt_told, refit
+from agentguard.events import CompactionAdvised, StepFinished, StepStarted
+from agentguard.middleware import Reply
+from agentguard.overflow import TRIES, Fit, digest, is_overflow, prompt_told, refit, smaller, window_told
+from agentguard.telemetry.metrics import Metrics
 from tests.scripted import Script
 from tests.test_faults import stored
-from tests.test_guard import ASK, THINKS_AND_ANSWERS, rig, text
+from tests.test_guard import ASK, ME, THINKS_AND_ANSWERS, rig, text
 
 WORDS: list[tuple[str, int | None, bool]] = [
     # the words, the prompt's tokens in them, whether a lower limit may help (window 1000, limit 900)
@@ -43,6 +46,7 @@ def test_each_servers_words_are_understood(said: str, prompt: int | None, helps:
     assert is_overflow(EngineRequestError(400, said))
     assert not is_overflow(EngineRequestError(500, said))
     assert prompt_told(said) == prompt
+    assert window_told(said) == (1000 if "1000" in said else None)
     fit = refit(said, Fit(), window=1000, sent=900, least=64, margin=8)
     if not helps:
         assert fit is None
@@ -64,10 +68,10 @@ def test_limits_go_down_until_nothing_useful_is_left_and_never_for_ever() -> Non
         fit, sent = lower, lower.most
         tried.append(sent)
     assert len(tried) == TRIES
-    # the server's own window is smaller than ours: what it leaves by our reckoning was refused already
-    assert refit("maximum context length is 500; 300 in the messages", Fit(), window=1000, sent=400, least=64, margin=8) == Fit(
-        300, 200, 1
-    )
+    # the server's own window is smaller than ours, and it does not say so: what it leaves by our reckoning was refused already
+    says = "max_tokens is too large beside the 300 in the messages"
+    assert refit(says, Fit(), window=1000, sent=400, least=64, margin=8) == Fit(300, 200, 1)
+    assert refit("max_tokens is too large", Fit(), window=1000, sent=1 << 20, least=64, margin=8) == Fit(None, 500, 1)
     assert refit("too large: max_tokens", Fit(), window=1000, sent=100, least=64, margin=8) is None
     assert refit("maximum context length, max_tokens", Fit(), window=1000, sent=None, least=64, margin=8) is None
 
@@ -83,6 +87,50 @@ def test_a_digest_is_of_one_model_and_one_window() -> None:
 
 def limits_of(script: Script) -> list[Any]:
     return [body.get("max_tokens") for path, body, _ in script.seen if path.endswith("chat/completions")]
+
+
+@pytest.mark.parametrize(("prompt", "sent"), [(300, [20_000, 500 - 300 - 8]), (550, [20_000])])
+async def test_a_window_that_the_server_names_counts_where_it_is_smaller(prompt: int, sent: list[int]) -> None:
+    script = Script(chat=checking(prompt, 500), window=32_768, tokenizes=False)
+    async with rig(script) as r:
+        if len(sent) == 2:
+            assert text(await r.step({**ASK, "max_tokens": 20_000})) == "bb"
+        else:
+            for told in (r"550 tokens.*window of 500 tokens \(0 are left", "too long.*window of 500 tokens"):
+                with pytest.raises(ContextLengthError, match=told):
+                    await r.step({**ASK, "max_tokens": 20_000})
+        assert limits_of(script) == sent
+
+
+def test_a_smaller_window_asks_for_less_and_the_server_s_word_cannot_raise_ours() -> None:
+    says = "maximum context length is {} tokens, 300 in the messages"
+    for told, window in ((500, 500), (2000, 1000)):
+        room = window - 300 - 8
+        assert window_told(says.format(told)) == told
+        assert smaller(1000, says.format(told)) == window
+        assert refit(says.format(told), Fit(), window=window, sent=900, least=64, margin=8) == Fit(300, room, 1)
+
+
+async def test_an_attempt_with_a_limit_too_large_is_told_to_nobody_as_a_step() -> None:
+    metrics, reply = Metrics(), Reply()
+    script = Script(chat=checking(850), tokenizes=False)
+    async with rig(script) as r:
+        with r.guard.hub.sink(metrics.observe):
+            chunks = [c async for c in r.guard.stream({**ASK, "max_tokens": 900}, ME, reply=reply)]
+        assert (text(chunks), len(limits_of(script))) == ("bb", 2)
+        first, second = [e for e in r.events if isinstance(e, StepFinished)]
+        assert (first.undone, second.undone, second.error) == (True, False, "")
+        assert [type(e) for e in reply.events] == [StepStarted, CompactionAdvised, StepFinished]
+        assert reply.request == second.request != first.request
+        assert len([e for e in r.events if isinstance(e, CompactionAdvised)]) == 1
+        assert not r.guard.running
+        assert not r.guard.begun
+    lines = metrics.render().decode().splitlines()
+    assert [line for line in lines if line.startswith("agentguard_requests_total")] == [
+        'agentguard_requests_total{outcome="answered"} 1.0'
+    ]
+    assert "agentguard_prompt_tokens_total 3.0" in lines
+    assert not [line for line in lines if line.startswith("agentguard_errors_total")]
 
 
 @pytest.mark.parametrize("tokenizes", [True, False])

@@ -177,7 +177,7 @@ class Ledger:
     def finished(self, step: StepFinished, assignment: Assignment, sums: dict[tuple[str, str], SessionSums]) -> None:
         """Count a step. ``sums``: its session's own sums, kept by the session and changed here.
 
-        A failed step counts nowhere; a cancelled one is a censored one.
+        A failed step counts nowhere, nor one that was undone; a cancelled one is a censored one.
         """
         if not assignment.counted or step.error not in ("", CANCELLED) or not step.tokens:
             return

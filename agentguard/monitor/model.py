@@ -250,6 +250,9 @@ class Model:
         self.sessions.started(source.name, event, now)
 
     def _finished(self, source: _Source, event: StepFinished, now: float) -> None:
+        if event.undone:
+            self.sessions.undone(source.name, event, now)
+            return
         engine = self._engine(source)
         engine.step(event, now)
         if not event.error:

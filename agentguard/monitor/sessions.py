@@ -220,6 +220,15 @@ class SessionStates:
             entry.alarm = None
         return entry
 
+    def undone(self, source: str, event: StepFinished, t: float) -> None:
+        """The guard asks again with a lower limit: what had begun was no step."""
+        entry = self.entry(source, event.session, t)
+        entry.touch(t)
+        entry.running.pop(event.request, None)
+        entry.phases.pop(event.request, None)
+        entry.missing.discard(event.request)
+        self.by_request.pop(event.request, None)
+
     def seen(self, source: str, event: SessionSeen, t: float) -> SessionEntry:
         ended = max((step.t for step in event.latest), default=event.t)
         entry = self.entry(source, event.session, t - max(0.0, event.t - ended))

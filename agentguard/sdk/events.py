@@ -9,6 +9,7 @@
     SessionAlarm           one of the session's meters is near its limit, or at it
     Economics              last: whether the step's rule pays
 
+An attempt that gave nothing and that the guard makes again by itself, with a lower limit or on another engine, brings nothing.
 A step that is tried again (`agentguard.RetryCuts`) brings `Retried` and then all of it anew. All are frozen msgspec structs;
 counts are in tokens, times are UNIX seconds. `StepStarted`, `CompactionAdvised`, `TraceClosed` and `SessionAlarm` are the
 guard's own events (agentguard.events).

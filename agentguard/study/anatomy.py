@@ -55,7 +55,7 @@ class Anatomy:
                 running = self._open[event.session]
                 running.places[event.request] = 0
                 self._by_request[event.request] = running
-            case StepFinished() if event.session in self._open:
+            case StepFinished(undone=False) if event.session in self._open:
                 running = self._open[event.session]
                 running.finished.append(event)
                 running.changed.set()

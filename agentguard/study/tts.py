@@ -111,7 +111,7 @@ class Collector:
                 self._running.train_ms.append(event.train_ms)
             case TtsChanged() if self._running is not None and event.state not in ("live", "paused", "starting"):
                 self._running.changes.append(f"{event.state}: {event.reason}")
-            case StepFinished() if event.session in self.runs:
+            case StepFinished(undone=False) if event.session in self.runs:
                 run = self.runs[event.session]
                 run.tokens, run.ttlt_s = event.tokens, event.ttlt_s
                 self._running = None

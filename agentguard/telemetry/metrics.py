@@ -93,6 +93,8 @@ class Metrics:
     def _finished(self, event: StepFinished) -> None:
         begun = self._begun.pop(event.request, None)
         self._running.set(len(self._begun))
+        if event.undone:
+            return
         self._requests.labels(outcome(event)).inc()
         self._reasoning.inc(event.think_tokens)
         self._answer.inc(event.answer_tokens)

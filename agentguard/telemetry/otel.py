@@ -98,6 +98,9 @@ class Spans:
     def _finished(self, event: StepFinished) -> None:
         from opentelemetry.trace import Status, StatusCode
 
+        if event.undone:  # a span that is never ended is never sent
+            self._spans.pop(event.request, None)
+            return
         common = {OPERATION: "chat", PROVIDER: self._provider, REQUEST_MODEL: event.model, RESPONSE_MODEL: event.model}
         failed = {ERROR_TYPE: _error_type(event.error)} if event.error else {}
         self._duration.record(event.ttlt_s, common | failed)

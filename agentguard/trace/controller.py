@@ -91,6 +91,10 @@ class Controller:
             growth = max(growth, min(1.0, think / self._median - 1.0))
         if growth != self.cap.growth:
             self.cap = self.cap.at(growth)
-        if think >= self.cap.think_cap:
-            return Close(self.cap.bound_by.reason, f"{think} think tokens, cap {self.cap.think_cap} ({self.cap.bound_by})")
-        return None
+        return self.at_cap(think)
+
+    def at_cap(self, think: int) -> Close | None:
+        """The verdict of the cap alone."""
+        if think < self.cap.think_cap:
+            return None
+        return Close(self.cap.bound_by.reason, f"{think} think tokens, cap {self.cap.think_cap} ({self.cap.bound_by})")

@@ -39,11 +39,9 @@ def opens(rest: tuple[int, ...], ids: MarkerIds, tails: Collection[tuple[int, ..
     return not rest or rest in ids.blanks or rest in tails
 
 
-def tail(asked: Sequence[int] | None, bare: Sequence[int] | None, ids: MarkerIds) -> tuple[int, ...] | None:
+def tail(asked: Sequence[int], bare: Sequence[int], ids: MarkerIds) -> tuple[int, ...] | None:
     """What the template writes behind the start marker it opens a block with, None where it opens none: from a chat's prompt with
     the generation prompt and without it."""
-    if asked is None or bare is None:
-        return None
     same = next((i for i, (one, other) in enumerate(zip(asked, bare, strict=False)) if one != other), min(len(asked), len(bare)))
     return behind(asked[same:], ids)
 

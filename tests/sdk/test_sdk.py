@@ -11,6 +11,7 @@ import pytest
 import agentguard
 from agentguard import (
     AnswerDelta,
+    CompactionAdvised,
     ConfigError,
     Economics,
     StepEvent,
@@ -25,8 +26,23 @@ from agentguard.engines.openai_http import OpenAIEngine
 from agentguard.engines.pool import EnginePool
 from tests.scripted import END, STOP, USAGE, A, B, Script, chunk, text_chunk, thinking, upstream
 from tests.sdk.conftest import ASK, THINKS_AND_ANSWERS, WAYS, rig, until
+from tests.test_overflow import checking
 
 every_way = pytest.mark.parametrize("way", WAYS)
+
+
+@every_way
+async def test_a_step_whose_limit_was_lowered_begins_once(way: str) -> None:
+    """The server's own count of the prompt is far above our estimate."""
+    script = Script(chat=checking(850), tokenizes=False)
+    async with rig(way, script) as r, r.guard.session("s") as s:
+        events = [event async for event in s.stream(ASK, max_tokens=900)]
+        assert [type(e) for e in events if not isinstance(e, ThinkDelta | AnswerDelta)] == [
+            StepStarted, CompactionAdvised, StepSummary, Economics,
+        ]  # fmt: skip
+        assert (len(script.seen), events[0].budget) == (2, 1000 - 850 - 8)
+        assert [e.undone for e in r.finished] == [True, False]
+        assert events[-2].accounts == r.finished[1]
 
 
 @every_way
@@ -549,19 +565,17 @@ async def test_a_busy_engine_is_asked_again_and_a_stopped_session_is_not(way: st
 
 
 async def test_a_step_that_moves_to_another_engine_is_one_stream() -> None:
-    """Of a pool one engine breaks off before its first chunk; what the step had begun there is not left in the budget."""
+    """Of a pool one engine breaks off before its first chunk; what the step had begun there is not left in the budget, nor told."""
     broken, well = Script(chat=[], hang_up=True), Script(chat=list(THINKS_AND_ANSWERS))
     async with upstream(broken) as first, upstream(well) as second:
         pool = EnginePool([OpenAIEngine(url, name=name) for name, url in (("broken", first), ("well", second))])
-        moved = 0
         async with agentguard.connect(pool, policy={"model": "scripted"}, retries=0) as guard:
             for n in range(8):
                 async with guard.session(f"s{n}") as s:
                     events = [event async for event in s.stream(ASK)]
-                    started = [e for e in events if isinstance(e, StepStarted)]
-                    moved += len(started) == 2
+                    (started,) = [e for e in events if isinstance(e, StepStarted)]
                     assert isinstance(events[-2], StepSummary)
-                    assert (events[-2].content, events[-2].accounts.request) == ("bb", started[-1].request)
+                    assert (events[-2].content, events[-2].accounts.request) == ("bb", started.request)
                     assert (s.budget.running, s.budget.tokens) == ((), 7)
-        assert moved
+        assert len(broken.seen) == 1
         await pool.aclose()
