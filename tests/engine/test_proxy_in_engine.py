@@ -173,7 +173,8 @@ async def test_an_agent_talks_to_a_small_model_and_ends_normally(smollm2: Served
     steps = smollm2.finished(mark)
     assert steps, out + said
     assert all(re.fullmatch(IDS[client], s.session.partition("/")[2]) for s in steps)
-    assert all((s.think_tokens, s.closed, s.finish_reason, s.error) == (SMALL_BUDGET, "budget", "stop", "") for s in steps)
+    ends = [(s.think_tokens, s.closed, s.finish_reason, s.error) for s in steps]
+    assert ends == [(SMALL_BUDGET, "budget", "stop", "")] * len(steps)
     assert sorted(s.step for s in steps) == list(range(1, len(steps) + 1))  # opencode runs its two at once
     closed = [e for e in smollm2.events[mark:] if isinstance(e, TraceClosed)]
     assert [(e.reason, e.how) for e in closed] == [("budget", "engine")] * len(steps)
