@@ -52,7 +52,7 @@ def run(session: Session, store: MemorySessions, steps: int, *, most: bool) -> N
         told: Callable[[int], None] = partial(session.recorded, step.request)
         seq = store.settle_now(key, Settlement(step.request, step.tokens, step.think_tokens, record="r"))
         if most:
-            session.remember_overflow(uuid.uuid4().hex[:16])
+            session.remember_overflow(uuid.uuid4().hex[:16], 32_768)
         else:
             told(seq)
 

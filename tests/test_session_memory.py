@@ -35,7 +35,7 @@ def test_everything_a_session_remembers_is_bounded() -> None:
         step = step_of(session, number, most=True)
         session.add(step, f"{number}", agent=step.agent if number % 2 else "main")
         session.record(step, "", side=False)
-        session.remember_overflow(f"{number}")
+        session.remember_overflow(f"{number}", 32_768)
     assert len(session.latest) == LATEST
     assert len(session.lengths.traces) <= KEPT
     assert (len(session.cut), len(session.overflowed), len(session.own)) == (DIGESTS, DIGESTS, KEPT)
