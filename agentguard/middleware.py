@@ -499,8 +499,8 @@ class Guard:
     def _advise(
         self, reply: Reply, session: Session, identity: Identity, number: int, request_id: str, prompt: int, *, side: bool
     ) -> CompactionAdvised | None:
-        """Tell the client to compact before its next prompt passes the cutoff of the window. The event is published once the attempt
-        stands."""
+        """Tell the client to compact before its next prompt passes the cutoff of the window. The event is published once the
+        attempt stands."""
         window, expected = self.info.max_model_len, session.expected_prompt(prompt, identity.agent)
         reply.request, reply.fill, reply.window = request_id, prompt / window, window
         reply.compact = not side and expected >= self.policy.cutoff.f_min * window
